@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.attend import ReadPlan
-from kvjax.cache import UNLIMITED, Entries, Layers, Slots, bucket, empty_pool, room_for
+from kvjax.cache import UNLIMITED, Entries, Layers, Slots, bucket, planned_pool, room_for
 from kvjax.checks import check_size, check_type, dtype_of
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.heads import ALL_HEADS
@@ -106,12 +106,7 @@ def _allocated(cache: KVCache, config: DecoderConfig, room: int) -> Entries:
     layers = tuple(layer.without_state() if policy.every is None else layer for layer in cache.entries)
     lanes, growing = laid_out(policy, config.num_layers, config.num_kv_heads, ALL_HEADS)
     rows = pool_rows(policy, cache.kept, config.num_kv_heads, room)
-    capacity = tuple(layer.capacity for layer in layers)
-    # The shapes of a pool do not depend on its entries, and tracing how it takes them in is slow.
-    pool = empty_pool(layers[0], capacity, capacity, lanes=lanes, rows=rows, room=room, growing=growing)
-    return replace(
-        pool, per_row=tuple(layer.per_row for layer in layers), merging=tuple(layer.merging for layer in layers)
-    )
+    return planned_pool(layers, lanes=lanes, rows=rows, room=room, growing=growing)
 
 
 def bytes_per_device(cache: KVCache, config: DecoderConfig, *, data: int = 1, model: int = 1) -> int:

@@ -5,7 +5,7 @@ Axis letters: B rows of the batch, H kv heads, S slots of a layer, D head size, 
 
 from .entries import Entries, MakeRoom, StepAttention, StepQuery, Take, Usage, statics
 from .layers import Layers
-from .packing import empty_pool, pack
+from .packing import empty_pool, planned_pool
 from .paging import whole_pages
 from .segments import Segments
 from .sizes import UNLIMITED, bucket, room_for
@@ -26,7 +26,7 @@ __all__ = [
     "bucket",
     "empty_pool",
     "mark",
-    "pack",
+    "planned_pool",
     "room_for",
     "statics",
     "whole_pages",

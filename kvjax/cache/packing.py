@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,13 +16,16 @@ from .sizes import UNLIMITED
 from .slots import Slots, slots_third
 
 
-def pack(layers: Sequence[Slots], *, lanes: int, rows: int, room: int, growing: int) -> Segments:
-    """Returns the entries of all layers in a pool. Arguments are those of `empty_pool`."""
-    capacity, used = tuple(layer.capacity for layer in layers), tuple(layer.occupancy for layer in layers)
-    pool = empty_pool(layers[0], capacity, used, lanes=lanes, rows=rows, room=room, growing=growing)
-    for i, layer in enumerate(layers):
-        pool = pool.with_layer(i, layer)
-    return pool
+def planned_pool(layers: Sequence[Slots], *, lanes: int, rows: int, room: int, growing: int) -> Segments:
+    """Returns a pool of the shapes that it has with these layers in it, which do not depend on their entries.
+
+    The arguments are those of `empty_pool`.
+    """
+    capacity = tuple(layer.capacity for layer in layers)
+    pool = empty_pool(layers[0], capacity, capacity, lanes=lanes, rows=rows, room=room, growing=growing)
+    return replace(
+        pool, per_row=tuple(layer.per_row for layer in layers), merging=tuple(layer.merging for layer in layers)
+    )
 
 
 def empty_pool(

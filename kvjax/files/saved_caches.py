@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array, UInt32
 
-from kvjax.cache import Entries, Layers, Slots, pack, statics
+from kvjax.cache import Entries, Layers, Slots, planned_pool, statics
 from kvjax.checkpoint.errors import CheckpointError, orbax_writes
 from kvjax.checkpoint.folder import ORBAX
 from kvjax.checks import check_params, check_path, check_type
@@ -156,7 +156,7 @@ def _like(params: Decoder, policy: Policy, facts: dict[str, Any]) -> KVCache:
         layers = tuple(layer if window else replace(layer, settled=form) for layer, form, window in parts)
     entries: Entries = Layers(layers)
     if facts["segments"]:
-        pool = jax.eval_shape(partial(pack, lanes=1, rows=1, room=0, growing=0), layers)
+        pool = jax.eval_shape(partial(planned_pool, lanes=1, rows=1, room=0, growing=0), layers)
         entries = replace(pool, **facts["segments"])
     return replace(like, entries=entries, kept=tuple(facts["kept"]), filled=facts["filled"], mesh=mesh_of(params))
 

@@ -98,7 +98,7 @@ def allocate(params: Decoder, cache: KVCache, *, rows: int, room: int, run: Run 
     layers, facts = tuple(cache.entries), facts_of(params.config)
     own = [(np.int32(i), layer.attention, behind) for i, layer in enumerate(params.layers)]
     scores = [run(compared, layer, *own[i], facts=facts[i], **fixed) for i, layer in enumerate(layers)]
-    counts, pool = run(divided, layers, scores, behind, **fixed, rows=rows, room=room)
+    counts, pool = run(divided, layers, scores, cache.length, **fixed, rows=rows, room=room)
     for i, given in enumerate(zip(layers, scores, counts, strict=True)):
         pool = pool.with_layers(i, run(placed, pool.of_layers(i, 1), given, *own[i], facts=facts[i], **fixed))
     # Later turns compress segments to their own capacities.
@@ -137,7 +137,7 @@ def compared(
 def divided(
     layers: Sequence[Slots],
     scores: Sequence[Float[Array, "B H M"]],
-    behind: dict[str, Any],
+    next_position: Int[Array, "B"],
     *,
     policy: Policy,
     mesh: Mesh | None,
@@ -148,7 +148,7 @@ def divided(
     budget: Any = policy.budget
 
     def change(
-        _: Any, given: tuple[Sequence[Slots], Sequence[Array]], *, next_position: Array, rope: Any, heads: Heads
+        _: Any, given: tuple[Sequence[Slots], Sequence[Array]], *, next_position: Array, heads: Heads
     ) -> tuple[list[Array], Segments]:
         layers, scores = given
         most = max(x.shape[-1] for x in scores)
@@ -167,7 +167,7 @@ def divided(
         )
         return counts, pool
 
-    return over_layers(mesh, change, [], (layers, scores), **behind)
+    return over_layers(mesh, change, [], (layers, scores), next_position=next_position)
 
 
 @partial(jax.jit, static_argnames=("facts", "policy", "mesh"), donate_argnames="pool")
