@@ -31,8 +31,10 @@ from . import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5_moe_text,
     qwen3_5_text,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from .attend import Attend, AttentionLayer, join_sinks
@@ -78,8 +80,10 @@ FAMILIES: Mapping[str, ModuleType] = Registered(
         "phi3": phi3,
         "qwen2": qwen2,
         "qwen3": qwen3,
+        "qwen3_5_moe_text": qwen3_5_moe_text,
         "qwen3_5_text": qwen3_5_text,
         "qwen3_moe": qwen3_moe,
+        "qwen3_next": qwen3_next,
         "smollm3": smollm3,
     },
     _checked,

@@ -55,7 +55,7 @@ class DecoderConfig:
         embedding_scale: the factor of the embeddings, rounded to their dtype.
         residual_scale: the factor of what attention and the MLP add to the hidden states.
         logit_divisor: what logits are divided by.
-        mixture: the experts that layers have instead of an MLP; None for no experts.
+        mixture: the experts that layers have instead of an MLP, recurrent layers all of them; None for no experts.
         output_gate: whether contexts are multiplied by the sigmoid of a projection of the attention's input.
         recurrence: the recurrent layers of a hybrid model, which have no attention and no entries; None for no such
             layers. Layers are attention layers everywhere else, and are counted without these.

@@ -26,6 +26,7 @@ class Mixture:
         dense_layers: the indices of the layers with an ordinary MLP.
         biased: whether the router and the three matrices of each expert have biases.
         limit: c of `gated`, which clamps gate and up; None for a product of the two.
+        shared: F of an MLP that every token takes beside its experts; None for no such MLP.
     """
 
     experts: int
@@ -35,6 +36,7 @@ class Mixture:
     dense_layers: tuple[int, ...] = ()
     biased: bool = False
     limit: float | None = None
+    shared: int | None = None
 
 
 class ExpertWeights(NamedTuple):

@@ -147,10 +147,11 @@ def _attention(config: DecoderConfig) -> list[str]:
 def _experts(config: DecoderConfig) -> str:
     """The experts of a layer, how many of them a token takes, and how many layers have some."""
     assert config.mixture is not None
-    mixed = sum(map(config.has_experts, range(config.num_layers)))
+    mixed = sum(map(config.has_experts, range(config.num_layers))) + config.num_recurrent
+    shared = "" if config.mixture.shared is None else f" and one of {config.mixture.shared:,} columns for all"
     return (
-        f"{config.mixture.experts} of {config.mixture.size:,} columns, {config.mixture.per_token} per token, "
-        f"in {mixed} of {config.num_layers} layers"
+        f"{config.mixture.experts} of {config.mixture.size:,} columns, {config.mixture.per_token} per token{shared}, "
+        f"in {mixed} of {config.num_layers + config.num_recurrent} layers"
     )
 
 

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kvjax.checkpoint import load, save_hf
+import kvjax
+from kvjax.checkpoint import load, read_headers, save_hf, source_of
 from kvjax.models import UnsupportedModelError, config_from_hf
+from tests.models.plain import logits
 from tests.tiny import hybrid
 
 
@@ -78,3 +81,42 @@ def test_what_lies_beside_the_text_decoder_is_not_guessed(multimodal, fields, me
 
 def test_the_outer_config_ties_the_embeddings(multimodal):
     assert config_from_hf(changed(multimodal, tie_word_embeddings=True)).tie_embeddings
+
+
+@pytest.fixture
+def mixed(multimodal: Path) -> Path:
+    """The folder with the dtypes of published ones: float32 for two vectors of each recurrent layer, else bfloat16."""
+    tensors = load_file(multimodal / "model.safetensors")
+    kept = ("linear_attn.A_log", "linear_attn.norm.weight")
+    save_file(
+        {name: x if name.endswith(kept) else x.astype(jnp.bfloat16) for name, x in tensors.items()},
+        multimodal / "model.safetensors",
+    )
+    return multimodal
+
+
+def test_vectors_in_float32_do_not_widen_the_model(mixed, tmp_path):
+    """They stay as they are stored, and all other weights stay in bfloat16. A written checkpoint has the same bits."""
+    assert read_headers(source_of(mixed)).dtype == jnp.bfloat16
+    params, _ = load(mixed)
+    net = params.layers[0].before[0].net
+    assert params.embed.dtype == net.inputs.dtype == net.decay_bias.dtype == jnp.bfloat16
+    assert net.log_decay.dtype == net.scale.dtype == jnp.float32
+    assert logits(params, np.arange(6)[None]).dtype == logits(hybrid(), np.arange(6)[None]).dtype
+    cache = kvjax.prefill(params, np.arange(6)[None])
+    assert cache.dtype == jnp.bfloat16
+    assert cache.recurrent[0][0].window.dtype == jnp.bfloat16
+    save_hf(params, tmp_path / "text")
+    written, given = (load_file(folder / "model.safetensors") for folder in (tmp_path / "text", mixed))
+    for name, tensor in written.items():
+        source = given[name.replace("model.", "model.language_model.", 1)]
+        assert tensor.dtype == source.dtype
+        np.testing.assert_array_equal(tensor, source, err_msg=name)
+    assert {x.dtype for x in jax.tree.leaves(load(mixed, dtype="bfloat16")[0])} == {jnp.dtype("bfloat16")}
+
+
+def test_a_matrix_in_float32_widens_the_model(mixed):
+    tensors = load_file(mixed / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("in_proj_qkv.weight"))
+    save_file(tensors | {name: tensors[name].astype(np.float32)}, mixed / "model.safetensors")
+    assert {x.dtype for x in jax.tree.leaves(load(mixed)[0])} == {jnp.dtype("float32")}

@@ -91,6 +91,37 @@ CASES = {
         | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3}
         | {"linear_key_head_dim": 6, "linear_value_head_dim": 10, "rope_parameters": PARTIAL},
     ),
+    "qwen3_5_moe_text-group4": (
+        "qwen3_5_moe_text",
+        GROUP4
+        | NETS
+        | {"num_hidden_layers": 2, "head_dim": 16, "layer_types": [RECURRENT, FULL], "num_experts": 6}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
+    ),
+    "qwen3_5_moe_text-group7-tied": (
+        "qwen3_5_moe_text",
+        GROUP7
+        | TIED
+        | NETS
+        | {"num_hidden_layers": 2, "head_dim": 16, "layer_types": [FULL, FULL], "num_experts": 5}
+        | {"num_experts_per_tok": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
+    ),
+    "qwen3_next-group4": (
+        "qwen3_next",
+        GROUP4
+        | NETS
+        | {"num_hidden_layers": 2, "head_dim": 16, "layer_types": [RECURRENT, FULL], "num_experts": 6}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
+    ),
+    "qwen3_next-group7-tied": (
+        "qwen3_next",
+        GROUP7
+        | TIED
+        | NETS
+        | {"num_hidden_layers": 2, "head_dim": 16, "layer_types": [RECURRENT, FULL], "num_experts": 5}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+        | {"linear_num_value_heads": 6, "norm_topk_prob": False, "rope_parameters": PARTIAL},
+    ),
     "phi3-group1": ("phi3", GROUP1 | {"num_hidden_layers": 2}),
     "phi3-partial-window-tied": (
         "phi3",
@@ -222,6 +253,8 @@ DECODED = (
     "qwen3-layers-bias-tied",
     "qwen3_5_text-group4-layers",
     "qwen3_5_text-group7-mixed-tied",
+    "qwen3_5_moe_text-group4",
+    "qwen3_next-group4",
     "phi3-partial-window-tied",
     "phi3-longrope",
     "internlm2-group1-bias",
@@ -249,6 +282,8 @@ ROUNDED = (
     "qwen3-layers-bias-tied",
     "qwen3_5_text-group4-layers",
     "qwen3_5_text-group7-mixed-tied",
+    "qwen3_5_moe_text-group4",
+    "qwen3_next-group4",
     "phi3-longrope-partial",
     "internlm2-group1-bias",
     "ministral3-group4-tied",

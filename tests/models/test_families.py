@@ -41,6 +41,12 @@ OWN = {
     "qwen3": {},
     "qwen3_5_text": {"attention_bias": None, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5},
+    "qwen3_5_moe_text": {"attention_bias": None, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+    | {"num_experts": 8, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 12},
+    "qwen3_next": {"attention_bias": None, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+    | {"num_experts": 16, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 12},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "mlp_only_layers": [1]},
     "olmo2": {"head_dim": None},
     "olmo3": {"head_dim": None, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
