@@ -14,9 +14,12 @@ from types import ModuleType
 from typing import Any
 
 from . import (
+    deepseek_v3,
     gemma2,
     gemma3_text,
     glm4,
+    glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     granitemoe,
@@ -63,9 +66,12 @@ def _checked(model_type: str, module: ModuleType) -> dict[str, ModuleType]:
 FAMILIES: Mapping[str, ModuleType] = Registered(
     "kvjax.families",
     {
+        "deepseek_v3": deepseek_v3,
         "gemma2": gemma2,
         "gemma3_text": gemma3_text,
         "glm4": glm4,
+        "glm4_moe": glm4_moe,
+        "glm4_moe_lite": glm4_moe_lite,
         "gpt_oss": gpt_oss,
         "granite": granite,
         "granitemoe": granitemoe,

@@ -46,16 +46,18 @@ class MLP(nnx.Module):
 
 
 class SharedExpert(MLP):
-    """The MLP that every token takes beside its experts, times sigmoid(x w)."""
+    """The MLP that every token takes beside its experts, in some families times sigmoid(x w)."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
         assert config.mixture is not None
         assert config.mixture.shared is not None
         super().__init__(replace(config, mlp_size=config.mixture.shared), rngs, dtype)
-        self.share = weight(rngs, (config.hidden_size, 1), ("embed", "share"), config.hidden_size, dtype)
+        E, gated = config.hidden_size, config.mixture.shared_gate
+        self.share = weight(rngs, (E, 1), ("embed", "share"), E, dtype) if gated else None
 
     def __call__(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
-        return jax.nn.sigmoid(linear(x, self.share[...], None)) * super().__call__(x)
+        y = super().__call__(x)
+        return y if self.share is None else jax.nn.sigmoid(linear(x, self.share[...], None)) * y
 
 
 class Experts(nnx.Module):
@@ -70,7 +72,7 @@ class Experts(nnx.Module):
         self.up = weight(rngs, (X, E, F), ("experts", "embed", "expert_mlp"), E, dtype)
         self.down = weight(rngs, (X, F, E), ("experts", "expert_mlp", "embed"), F, dtype)
         biased = config.mixture.biased
-        self.router_bias = bias(biased, (X,), ("choices",), dtype)
+        self.router_bias = bias(biased or config.mixture.sigmoid is not None, (X,), ("choices",), dtype)
         self.gate_bias = bias(biased, (X, F), ("experts", "expert_mlp"), dtype)
         self.up_bias = bias(biased, (X, F), ("experts", "expert_mlp"), dtype)
         self.down_bias = bias(biased, (X, E), ("experts", "embed"), dtype)
