@@ -46,11 +46,13 @@ from .config import DecoderConfig
 from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
 from .head import Head
+from .latent import Latent
 from .mixture import ExpertWeights, Mix, Mixture, densely, gated, routed
 from .multimodal import text_config
 from .recurrence import Recurrence, RecurrentState
 from .registered import Registered
 from .rope import Rope, rotate
+from .routing import SigmoidRouting
 from .stacked import StackedWeight
 from .unknown import beyond_llama, check_known
 from .weights import FusedRows, Layout, Weight, by_parameter, by_tensor, hf_shapes, read_parameter
@@ -143,6 +145,7 @@ __all__ = [
     "ExpertWeights",
     "FusedRows",
     "Head",
+    "Latent",
     "Layout",
     "Mix",
     "Mixture",
@@ -150,6 +153,7 @@ __all__ = [
     "RecurrentState",
     "Registered",
     "Rope",
+    "SigmoidRouting",
     "StackedWeight",
     "Suppressed",
     "UnsupportedModelError",

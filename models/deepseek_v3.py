@@ -7,7 +7,7 @@ hold layers that foretell several tokens, whose tensors are left unread.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -160,6 +160,13 @@ def mixture_to_hf(mixture: Mixture) -> dict[str, Any]:
         "topk_group": mixture.sigmoid.groups_per_token,
         "routed_scaling_factor": mixture.sigmoid.scale,
     }
+
+
+def text_name(name: str, config: DecoderConfig) -> str | None:
+    """Returns the name of a published tensor; None for one of the layers that foretell several tokens."""
+    _, _, layer = name.partition("model.layers.")
+    index = layer.partition(".")[0]
+    return None if index.isdecimal() and int(index) >= config.num_layers else name
 
 
 def weights(config: DecoderConfig) -> list[Weight]:

@@ -8,12 +8,12 @@ from typing import Any
 
 from . import deepseek_v3
 from .config import DecoderConfig, base_config, base_hf_config
-from .deepseek_v3 import EXPERTS, first_layers, mixture_from_hf, mixture_to_hf
-from .fields import flag, layer_count, require
+from .deepseek_v3 import EXPERTS, first_layers, mixture_from_hf, mixture_to_hf, text_name
+from .fields import flag, integer, layer_count, require
 from .rope_config import rope_from_hf
 from .weights import Weight
 
-__all__ = ["EXPERTS"]
+__all__ = ["EXPERTS", "text_name"]
 ARCHITECTURE = "Glm4MoeForCausalLM"
 FIELDS = (*deepseek_v3.MIXTURE, "use_qk_norm")
 # The defaults of transformers for absent fields.
@@ -35,6 +35,7 @@ DEFAULTS = {
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
+    hf.setdefault("head_dim", integer(hf, "hidden_size") // integer(hf, "num_attention_heads"))
     require(hf, "sliding_window", None)
     require(hf, "mlp_bias", None, False)
     windows, rope = (None,) * layer_count(hf), rope_from_hf(hf, partial=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 from . import deepseek_v3
 from .config import DecoderConfig
-from .deepseek_v3 import EXPERTS, config_over_latents, latents_to_hf, mixture_from_hf, mixture_to_hf, weights
+from .deepseek_v3 import EXPERTS, config_over_latents, latents_to_hf, mixture_from_hf, mixture_to_hf, text_name, weights
 from .fields import layer_count, unsupported
 
-__all__ = ["EXPERTS", "weights"]
+__all__ = ["EXPERTS", "text_name", "weights"]
 ARCHITECTURE = "Glm4MoeLiteForCausalLM"
 DENSE, SPARSE = "dense", "sparse"
 FIELDS = (*deepseek_v3.FIELDS, "mlp_layer_types")

@@ -102,7 +102,7 @@ def config_to_hf(config: DecoderConfig, architecture: str = ARCHITECTURE) -> dic
     return base_hf_config(config, architecture) | own
 
 
-def text_name(name: str) -> str | None:
+def text_name(name: str, config: DecoderConfig) -> str | None:
     """Returns the name in `weights` of a published tensor; None for a tensor that a text does not need."""
     return None if name.startswith(OTHER) else name.replace("model.language_model.", "model.", 1)
 

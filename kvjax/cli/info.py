@@ -103,6 +103,7 @@ def info(
         "attention_sinks": config.attention_sinks,
         "attention_softcap": config.attention_softcap,
         "experts": None if config.mixture is None else asdict(config.mixture),
+        "latent": None if config.latent is None else asdict(config.latent),
         "recurrence": None if config.recurrence is None else asdict(config.recurrence),
         "vocabulary": config.vocab_size,
         "rope": _ropes(config),
@@ -138,10 +139,11 @@ def _ropes(config: DecoderConfig) -> str:
 
 
 def _attention(config: DecoderConfig) -> list[str]:
-    """Names what changes the softmax of attention."""
+    """Names where keys and values come from, if not from hidden states, and what changes the softmax."""
+    latent = [] if config.latent is None else [f"from latents of {config.latent.rank} channels"]
     sinks = ["a learned sink per query head"] if config.attention_sinks else []
     softcap = config.attention_softcap
-    return sinks + ([f"logits capped at {softcap:g}"] if softcap is not None else [])
+    return latent + sinks + ([f"logits capped at {softcap:g}"] if softcap is not None else [])
 
 
 def _experts(config: DecoderConfig) -> str:

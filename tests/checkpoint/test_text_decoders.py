@@ -16,7 +16,7 @@ import kvjax
 from kvjax.checkpoint import load, read_headers, save_hf, source_of
 from kvjax.models import UnsupportedModelError, config_from_hf
 from tests.models.plain import logits
-from tests.tiny import hybrid
+from tests.tiny import hybrid, latents
 
 
 @pytest.fixture
@@ -120,3 +120,15 @@ def test_a_matrix_in_float32_widens_the_model(mixed):
     name = next(name for name in tensors if name.endswith("in_proj_qkv.weight"))
     save_file(tensors | {name: tensors[name].astype(np.float32)}, mixed / "model.safetensors")
     assert {x.dtype for x in jax.tree.leaves(load(mixed)[0])} == {jnp.dtype("float32")}
+
+
+def test_layers_that_foretell_several_tokens_are_left_unread(tmp_path):
+    """DeepSeek-V3's file holds one more layer than its config counts, with experts and matrices of its own."""
+    save_hf(latents(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    more = {name.replace("layers.1.", "layers.2."): x for name, x in tensors.items() if "layers.1." in name}
+    assert more
+    other = {"model.layers.2.eh_proj.weight": np.ones((32, 64), np.float32)}
+    save_file(tensors | more | other, tmp_path / "model.safetensors")
+    params, _ = load(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(params), jax.tree.leaves(latents()))

@@ -33,6 +33,15 @@ NETS = {
     "linear_value_head_dim": 6,
     "initializer_range": 0.06,  # with 0.15 the two forms of transformers, in chunks and by token, differ by 1.2e-4
 }
+LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 14}
+GROUPED = {
+    "n_routed_experts": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
 MIXED = {"layer_types": [FULL, SLIDING]}
 SHORT = {"max_position_embeddings": 32}
 FACTORS = {
@@ -121,6 +130,39 @@ CASES = {
         | {"num_hidden_layers": 2, "head_dim": 16, "layer_types": [RECURRENT, FULL], "num_experts": 5}
         | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
         | {"linear_num_value_heads": 6, "norm_topk_prob": False, "rope_parameters": PARTIAL},
+    ),
+    "deepseek_v3-groups": (
+        "deepseek_v3",
+        LATENT
+        | GROUPED
+        | {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5, "num_hidden_layers": 3}
+        | {"q_lora_rank": 12, "first_k_dense_replace": 1, "n_shared_experts": 2},
+    ),
+    "deepseek_v3-yarn-tied": (
+        "deepseek_v3",
+        LATENT
+        | TIED
+        | {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, "rope_interleave": False}
+        | {"first_k_dense_replace": 1},
+    ),
+    "glm4_moe_lite-layers": (
+        "glm4_moe_lite",
+        LATENT
+        | {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3}
+        | {"q_lora_rank": 20, "mlp_layer_types": ["sparse", "dense", "sparse"], "n_routed_experts": 6}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False},
+    ),
+    "glm4_moe-group4-norm": (
+        "glm4_moe",
+        GROUP4 | GROUPED | {"num_hidden_layers": 2, "head_dim": 16, "first_k_dense_replace": 1, "use_qk_norm": True},
+    ),
+    "glm4_moe-group7-bias-tied": (
+        "glm4_moe",
+        GROUP7
+        | TIED
+        | {"head_dim": 8, "first_k_dense_replace": 0, "attention_bias": True, "n_routed_experts": 5}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
     "phi3-group1": ("phi3", GROUP1 | {"num_hidden_layers": 2}),
     "phi3-partial-window-tied": (
@@ -255,6 +297,9 @@ DECODED = (
     "qwen3_5_text-group7-mixed-tied",
     "qwen3_5_moe_text-group4",
     "qwen3_next-group4",
+    "deepseek_v3-groups",
+    "glm4_moe_lite-layers",
+    "glm4_moe-group4-norm",
     "phi3-partial-window-tied",
     "phi3-longrope",
     "internlm2-group1-bias",
@@ -284,6 +329,9 @@ ROUNDED = (
     "qwen3_5_text-group7-mixed-tied",
     "qwen3_5_moe_text-group4",
     "qwen3_next-group4",
+    "deepseek_v3-groups",
+    "glm4_moe_lite-layers",
+    "glm4_moe-group4-norm",
     "phi3-longrope-partial",
     "internlm2-group1-bias",
     "ministral3-group4-tied",

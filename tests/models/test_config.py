@@ -7,10 +7,13 @@ import pytest
 from kvjax.models import Rope, UnsupportedModelError, config_from_hf, family
 from kvjax.models.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from tests.models.configs import (
+    DEEPSEEK_V3,
     FULL,
     GEMMA2,
     GEMMA3,
     GLM4,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
     GPT_OSS,
     GRANITE,
     GRANITEMOE,
@@ -186,6 +189,13 @@ def test_null_in_rope_is_absent(family, fields, same):
         QWEN3_5_MOE | {"num_experts": 9, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 20},
         QWEN3_NEXT,
         QWEN3_NEXT | {"norm_topk_prob": False, "moe_intermediate_size": 20, "full_attention_interval": 2},
+        DEEPSEEK_V3,
+        DEEPSEEK_V3 | {"q_lora_rank": None, "rope_interleave": False, "n_group": 4, "topk_group": 3},
+        DEEPSEEK_V3 | {"rope_scaling": {"type": "yarn", **YARN, "factor": 40.0}, "n_shared_experts": 2},
+        GLM4_MOE,
+        GLM4_MOE | {"use_qk_norm": True, "first_k_dense_replace": 0, "head_dim": 8, "norm_topk_prob": False},
+        GLM4_MOE_LITE,
+        GLM4_MOE_LITE | {"mlp_layer_types": ["sparse", "dense"], "routed_scaling_factor": 1.0},
         PHI3 | {"sliding_window": 7, "partial_rotary_factor": 0.5},
         PHI3 | {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 512},
         MINISTRAL | {"sliding_window": 7, "layer_types": [FULL, SLIDING]},

@@ -22,11 +22,18 @@ HF = {
     "attention_bias": True,
     "head_dim": 4,
 }
+EXPERTS = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+EXPERTS |= {"first_k_dense_replace": 1}
+LATENTS = {"attention_bias": None, "num_key_value_heads": None, "head_dim": None, "kv_lora_rank": 6, "v_head_dim": 10}
+LATENTS |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 5, "q_lora_rank": 7} | EXPERTS
 # The fields that differ from HF. None removes a field that the family does not support.
 OWN = {
+    "deepseek_v3": LATENTS,
     "gemma2": {},
     "gemma3_text": {"sliding_window_pattern": 2},
     "glm4": {},
+    "glm4_moe": EXPERTS | {"use_qk_norm": True},
+    "glm4_moe_lite": LATENTS | {"first_k_dense_replace": None, "mlp_layer_types": ["sparse", "dense"]},
     "gpt_oss": {"num_local_experts": 8, "sliding_window": 5},
     "granite": {"mlp_bias": True, "residual_multiplier": 0.5},
     "granitemoe": {"num_local_experts": 8, "residual_multiplier": 0.5},

@@ -85,7 +85,9 @@ def test_logits_in_bfloat16(case, model, folder, tokens):
     error, usual = (np.sqrt(np.mean((np.asarray(x) - exact) ** 2)) for x in (logits(params, tokens), rounded))
     assert error < 1.5 * usual
     # A recurrent layer divides queries, keys and outputs by their lengths, which are small here and magnify rounding.
-    assert error < (0.03 if params.config.recurrence is None else 0.06) * exact.std()
+    # Of experts with nearly equal scores, rounding chooses another.
+    rough = params.config.recurrence is not None or params.config.latent is not None
+    assert error < (0.07 if rough else 0.03) * exact.std()
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"internlm2"}))
@@ -96,6 +98,9 @@ def test_defaults_are_those_of_transformers(model_type):
         skip_one_rope()
     complete = transformers.AutoConfig.for_model(model_type).to_dict()
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    if model_type == "glm4_moe":
+        complete["head_dim"] = 128  # 4,096 // 96 channels, the default, are too odd for RoPE on a half of them
+        needed = (*needed, "head_dim")
     minimal = {"model_type": model_type} | {name: complete[name] for name in needed if name in complete}
     assert config_from_hf(minimal) == config_from_hf(complete)
 
@@ -171,6 +176,8 @@ def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, to
         ("gemma2-group4-layers", jnp.float32),
         ("gemma3_text-group4-layers", jnp.float32),
         ("mixtral-group7-tied", jnp.bfloat16),
+        ("deepseek_v3-groups", jnp.float32),
+        ("glm4_moe-group4-norm", jnp.float32),
         ("qwen3_moe-group8-layers", jnp.float32),
         ("gpt_oss-group4-layers", jnp.float32),
     ],
