@@ -4,7 +4,8 @@ Axis letters, in every shape of `kvjax.models` and `kvjax.checkpoint`:
 
     B batch, N tokens, E hidden size, F MLP columns (of an expert), V vocabulary, L layers,
     H kv heads, Hq query heads, G = Hq / H query heads per kv head (the group), D head size,
-    C rotated channels of a head (C <= D), X experts, K experts per token
+    C rotated channels of a head (C <= D), X experts, K experts per token,
+    R channels of a latent, P channels of a head that RoPE does not rotate
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ SMALL = {
     "intermediate_size": 24,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
 }
 UNKNOWN = {"scale_emb": 12, "rope_interleaved": True, "norm_type": "layernorm", "is_causal": False}
 NOT_NUMBERS = {
