@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from . import (
+    deepseek_v2,
     deepseek_v3,
     gemma2,
     gemma3_text,
@@ -69,6 +70,7 @@ def _checked(model_type: str, module: ModuleType) -> dict[str, ModuleType]:
 FAMILIES: Mapping[str, ModuleType] = Registered(
     "kvjax.families",
     {
+        "deepseek_v2": deepseek_v2,
         "deepseek_v3": deepseek_v3,
         "gemma2": gemma2,
         "gemma3_text": gemma3_text,

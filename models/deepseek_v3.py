@@ -184,9 +184,9 @@ def with_experts(config: DecoderConfig) -> list[Weight]:
     for i in mixed:
         ours, theirs = f"layers.{i}", f"model.layers.{i}.mlp"
         table += expert_weights(config, f"{ours}.experts", theirs, EXPERTS)
-        table.append(
-            Weight(f"{ours}.experts.router_bias", f"{theirs}.gate.e_score_correction_bias", "vector", wide=True)
-        )
+        if config.mixture is not None and config.mixture.sigmoid is not None:
+            bias = f"{theirs}.gate.e_score_correction_bias"
+            table.append(Weight(f"{ours}.experts.router_bias", bias, "vector", wide=True))
         for part in ("gate", "up", "down"):
             table.append(Weight(f"{ours}.shared.{part}", f"{theirs}.shared_experts.{part}_proj.weight", "linear"))
     return table

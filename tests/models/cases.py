@@ -131,6 +131,14 @@ CASES = {
         | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
         | {"linear_num_value_heads": 6, "norm_topk_prob": False, "rope_parameters": PARTIAL},
     ),
+    "deepseek_v2-yarn": (
+        "deepseek_v2",
+        LATENT
+        | {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+        | {"q_lora_rank": None, "first_k_dense_replace": 1, "n_routed_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24, "n_shared_experts": 1}
+        | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
     "deepseek_v3-groups": (
         "deepseek_v3",
         LATENT

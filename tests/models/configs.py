@@ -27,12 +27,15 @@ QWEN3_NEXT = QWEN3_5 | {"model_type": "qwen3_next"}
 QWEN3_MOE = QWEN2 | {"model_type": "qwen3_moe"}
 GPT_OSS = LLAMA | {"model_type": "gpt_oss", "num_key_value_heads": 2, "rope_scaling": {"type": "linear", "factor": 2.0}}
 LATENT = {"kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 10}
+DEEPSEEK_V2 = LLAMA | LATENT | {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
 DEEPSEEK_V3 = LLAMA | LATENT | {"model_type": "deepseek_v3", "n_routed_experts": 16, "first_k_dense_replace": 1}
 GLM4_MOE = QWEN2 | {"model_type": "glm4_moe"}
 GLM4_MOE_LITE = LLAMA | LATENT | {"model_type": "glm4_moe_lite"}
 GRANITE = LLAMA | {"model_type": "granite"}
 GRANITEMOE = LLAMA | {"model_type": "granitemoe"}
 INTERNLM2 = LLAMA | {"model_type": "internlm2"}
+# Fields of which transformers' defaults, no number and an odd number of channels, serve nobody.
+NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}
 LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0}}

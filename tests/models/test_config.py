@@ -7,6 +7,7 @@ import pytest
 from kvjax.models import Rope, UnsupportedModelError, config_from_hf, family
 from kvjax.models.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from tests.models.configs import (
+    DEEPSEEK_V2,
     DEEPSEEK_V3,
     FULL,
     GEMMA2,
@@ -189,6 +190,8 @@ def test_null_in_rope_is_absent(family, fields, same):
         QWEN3_5_MOE | {"num_experts": 9, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 20},
         QWEN3_NEXT,
         QWEN3_NEXT | {"norm_topk_prob": False, "moe_intermediate_size": 20, "full_attention_interval": 2},
+        DEEPSEEK_V2,
+        DEEPSEEK_V2 | {"q_lora_rank": 8, "first_k_dense_replace": 1, "n_shared_experts": 1},
         DEEPSEEK_V3,
         DEEPSEEK_V3 | {"q_lora_rank": None, "rope_interleave": False, "n_group": 4, "topk_group": 3},
         DEEPSEEK_V3 | {"rope_scaling": {"type": "yarn", **YARN, "factor": 40.0}, "n_shared_experts": 2},

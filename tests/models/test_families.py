@@ -28,6 +28,7 @@ LATENTS = {"attention_bias": None, "num_key_value_heads": None, "head_dim": None
 LATENTS |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 5, "q_lora_rank": 7} | EXPERTS
 # The fields that differ from HF. None removes a field that the family does not support.
 OWN = {
+    "deepseek_v2": LATENTS | {"n_group": None, "topk_group": None},
     "deepseek_v3": LATENTS,
     "gemma2": {},
     "gemma3_text": {"sliding_window_pattern": 2},

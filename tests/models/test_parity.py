@@ -20,6 +20,7 @@ import transformers
 
 from tests.models import reference
 from tests.models.cases import CASES, DECODED, FULL, ROUNDED
+from tests.models.configs import NEEDED
 from tests.models.plain import logits
 from tests.models.reference import VOCAB, fix_frequencies
 from tests.products import part
@@ -98,11 +99,9 @@ def test_defaults_are_those_of_transformers(model_type):
         skip_one_rope()
     complete = transformers.AutoConfig.for_model(model_type).to_dict()
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    if model_type == "glm4_moe":
-        complete["head_dim"] = 128  # 4,096 // 96 channels, the default, are too odd for RoPE on a half of them
-        needed = (*needed, "head_dim")
-    minimal = {"model_type": model_type} | {name: complete[name] for name in needed if name in complete}
-    assert config_from_hf(minimal) == config_from_hf(complete)
+    own = {"model_type": model_type} | NEEDED.get(model_type, {})
+    minimal = own | {name: complete[name] for name in needed if name in complete}
+    assert config_from_hf(minimal) == config_from_hf(complete | own)
 
 
 def test_shards(tmp_path, tokens):

@@ -4,6 +4,7 @@ import pytest
 
 from kvjax.models import FAMILIES, UnsupportedModelError, config_from_hf
 from tests.models.configs import (
+    DEEPSEEK_V2,
     DEEPSEEK_V3,
     FULL,
     GEMMA2,
@@ -22,6 +23,7 @@ from tests.models.configs import (
     MINISTRAL3,
     MISTRAL,
     MIXTRAL,
+    NEEDED,
     OLMO2,
     OLMO3,
     PHI3,
@@ -156,6 +158,11 @@ def test_unsupported_fields_are_named(fields, message):
         (QWEN3_5, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1"),
         (QWEN3_5, {"linear_key_head_dim": 0}, "linear_key_head_dim=0"),
         (QWEN3_5, {"num_experts": 4}, "num_experts=4"),
+        (DEEPSEEK_V2, {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy'"),
+        (DEEPSEEK_V2, {"routed_scaling_factor": 16.0}, "routed_scaling_factor=16.0"),
+        (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob=True"),
+        (DEEPSEEK_V2, {"rope_interleave": True}, "rope_interleave=True"),
+        (DEEPSEEK_V2, {"num_experts_per_tok": None}, "num_experts_per_tok=None"),
         (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias=True"),
         (DEEPSEEK_V3, {"num_key_value_heads": 2}, "num_key_value_heads=2"),
         (DEEPSEEK_V3, {"head_dim": 10}, "head_dim=10"),
@@ -244,7 +251,7 @@ NOT_NUMBERS = {
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_family_refuses_fields_that_it_does_not_know(name):
-    hf = FAMILIES[name].config_to_hf(config_from_hf(SMALL | {"model_type": name}))
+    hf = FAMILIES[name].config_to_hf(config_from_hf(SMALL | {"model_type": name} | NEEDED.get(name, {})))
     config_from_hf(hf | {"unknown": None, "also_unknown": False, "torch_dtype": "bfloat16", "unsloth_fixed": True})
     for field, value in UNKNOWN.items():
         with pytest.raises(UnsupportedModelError, match=f"{field}={value!r}"):
