@@ -175,13 +175,13 @@ class Entries(ABC):
         """Computes the attention of one query per row over the entries of layer i."""
 
     @abstractmethod
-    def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Self:
+    def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom | None) -> Self:
         """Stores the state (per_slot, per_row) that `show` returns for layer i, or for each piece of it.
 
         Args:
             show: receives entries, with keys and values as arrays, and a function that takes their part of other
                 arrays.
-            room: by which room was made in this step.
+            room: by which room was made in this step; None stores the state per row alone.
         """
 
     # Sizes.

@@ -84,7 +84,7 @@ class Layers(Entries):
             context, lse = joined((context, lse), settled.attention(query.q, query.positions, **query.logits))
         return StepAttention(context, lse, _all_of(found.received), _all_of(found.scores))
 
-    def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Layers:
+    def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom | None) -> Layers:
         per_slot, per_row = show(self.each[i].plain(), lambda x: x)
         return self.with_layer(i, replace(self.each[i], per_slot=per_slot, per_row=per_row))
 
