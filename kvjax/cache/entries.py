@@ -175,14 +175,18 @@ class Entries(ABC):
         """Computes the attention of one query per row over the entries of layer i."""
 
     @abstractmethod
-    def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom | None) -> Self:
+    def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Self:
         """Stores the state (per_slot, per_row) that `show` returns for layer i, or for each piece of it.
 
         Args:
             show: receives entries, with keys and values as arrays, and a function that takes their part of other
                 arrays.
-            room: by which room was made in this step; None stores the state per row alone.
+            room: by which room was made in this step.
         """
+
+    @abstractmethod
+    def exchange(self, change: Callable[[Sequence[Any]], Sequence[Any]]) -> Self:
+        """Stores the states per row that `change` returns for all layers, from those that they have."""
 
     # Sizes.
 

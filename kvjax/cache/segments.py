@@ -203,11 +203,11 @@ class Segments(Entries):
             scores = partial(asked_of, found.scores, query.asked.positions)
         return StepAttention(found.context, found.lse, received, scores)
 
-    def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom | None) -> Segments:
-        if room is not None:
-            return observed(self, i, show, room)
-        _, per_row = show(self.view(i, 0, 0), lambda x: x)
-        return replace(self, per_row=_put(self.per_row, i, per_row))
+    def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Segments:
+        return observed(self, i, show, room)
+
+    def exchange(self, change: Callable[[Sequence[Any]], Sequence[Any]]) -> Segments:
+        return replace(self, per_row=tuple(change(self.per_row)))
 
     def drop(self, layer: int, slots: Int[Array, "B H K"]) -> Segments:
         """Empties slots of each head's segment in a layer. Slots beyond the segment's end are ignored."""

@@ -37,7 +37,7 @@ class Change(NamedTuple):
     Attributes:
         last: the residual stream of the last token.
         gaps: by how much it has changed at the last generated tokens, the newest one last.
-        count: the number of these tokens, at most those of `gaps`.
+        tokens: the number of these tokens, at most those of `gaps`.
         deviation: the z-score of the newest gap in this layer.
         score: of the last token, from the deviations of two layers.
         waiting: the position of the last token if it was generated, and so waits for its score, or -1.
@@ -45,7 +45,7 @@ class Change(NamedTuple):
 
     last: Float[Array, "B H E"]
     gaps: Float[Array, "B H window"]
-    count: Int[Array, "B H"]
+    tokens: Int[Array, "B H"]
     deviation: Float[Array, "B H"]
     score: Float[Array, "B H"]
     waiting: Int[Array, "B H"]
@@ -98,7 +98,7 @@ class HiddenChange(Score):
         change = Change(
             last=jnp.zeros((*heads, shape.hidden), shape.dtype),
             gaps=jnp.zeros((*heads, self.window), jnp.float32),
-            count=jnp.zeros(heads, jnp.int32),
+            tokens=jnp.zeros(heads, jnp.int32),
             deviation=none,
             score=none,
             waiting=jnp.full(heads, -1, jnp.int32),
@@ -121,7 +121,7 @@ class HiddenChange(Score):
         moved = last.astype(jnp.float32) - before.last.astype(jnp.float32)
         gap = jnp.sqrt(jnp.sum(moved * moved, axis=-1))
         gaps = jnp.concatenate([before.gaps[..., 1:], gap[..., None]], axis=-1)
-        count = jnp.minimum(before.count + 1, self.window)
+        count = jnp.minimum(before.tokens + 1, self.window)
         seen = jnp.arange(self.window) >= self.window - count[..., None]
         mean = jnp.sum(jnp.where(seen, gaps, 0), axis=-1) / count
         variance = jnp.sum(jnp.where(seen, (gaps - mean[..., None]) ** 2, 0), axis=-1) / count
@@ -146,7 +146,7 @@ class HiddenChange(Score):
         return [None if own is None else own._replace(score=score) for own in per_row]
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        return jnp.where(entries.per_slot >= READ, READ + entries.positions, entries.per_slot)
+        return jnp.where(entries.per_slot >= READ, READ + entries.positions.astype(jnp.float32), entries.per_slot)
 
 
 @preset

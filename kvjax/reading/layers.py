@@ -32,12 +32,11 @@ from kvjax.attend import (
     runs_twice,
     twice,
 )
-from kvjax.cache import Entries, Slots, Take
+from kvjax.cache import Entries, Slots
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.experts import over_experts
 from kvjax.mesh.sharding import logical_sharding, rows_sharding
 from kvjax.models import Attend, AttentionLayer, Decoder, DecoderConfig, Head, RecurrentState, embedded
-from kvjax.policy import Score
 from kvjax.runtime.clock import Run, run_at_once
 
 States: TypeAlias = tuple[tuple[RecurrentState, ...], ...]
@@ -307,25 +306,9 @@ def step(
     held = cache.entries, cache.recurrent
     x, entries, recurrent = through_some(params.layers, 0, x, *held, rows, facts=facts_of(config), call=call)
     hidden = once(x) if call.doubled else x
-    cache = replace(
-        cache, entries=shared(entries, cache.policy.score), recurrent=recurrent, length=cache.length + incoming
-    )
+    entries = entries.exchange(cache.policy.score.across)
+    cache = replace(cache, entries=entries, recurrent=recurrent, length=cache.length + incoming)
     return by_row(params.logits(hidden[:, 0]), cache.mesh), cache.in_place()
-
-
-def shared(entries: Entries, score: Score) -> Entries:
-    """Returns the entries once their layers have told each other what they know of a token."""
-    before = [entries.layer(i, 0).per_row for i in range(len(entries))]
-    after = score.across(before)
-    if after is before:
-        return entries
-    for i, per_row in enumerate(after):
-
-        def show(held: Slots, take: Take, own: Any = per_row) -> tuple[Any, Any]:
-            return held.per_slot, own
-
-        entries = entries.observe(i, show, None)
-    return entries
 
 
 jitted_step = jax.jit(step)

@@ -33,7 +33,8 @@ class Row:
 
     def __init__(self, length: int, budget: int, window: int, recent: int):
         self.budget, self.window, self.recent = budget, window, recent
-        self.now, self.scores = length, {}
+        self.now = length
+        self.scores: dict[int, float] = {}
         self.held = list(range(length))[-budget:]
         self.gaps: dict[int, list[float]] = {EARLY: [], LATE: []}
 

@@ -79,10 +79,7 @@ class QuerySample(ScoreWrapper):
         return per_slot, Sampled(sample, per_row)
 
     def across(self, per_row: Sequence[Sampled | None]) -> Sequence[Sampled | None]:
-        before = [None if own is None else own.base for own in per_row]
-        after = self.base.across(before)
-        if after is before:
-            return per_row
+        after = self.base.across([None if own is None else own.base for own in per_row])
         return [None if own is None else own._replace(base=base) for own, base in zip(per_row, after, strict=True)]
 
     def _drawn(self, old: Sample, attended: Attended) -> Sample:
