@@ -161,7 +161,7 @@ class Layer(FeedForward):
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
         """The contexts of all heads, and the layer's cache."""
-        return self.attention(maybe(self.attention_norm, x), layer, attend, cache)
+        return self.attention(maybe(self.attention_norm, x), replace(layer, residual=x), attend, cache)
 
 
 def embedded(embed: nnx.Param, tokens: Int[Array, "B N"], scale: float) -> Float[Array, "B N E"]:

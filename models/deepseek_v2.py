@@ -39,8 +39,15 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     require(hf, "topk_group", None, 1)
     experts, per_token = expert_counts(hf, "n_routed_experts")
     size = integer(hf, "moe_intermediate_size")
-    shared = {"shared": size * integer(hf, "n_shared_experts"), "shared_gate": False}
-    mixture = Mixture(experts, per_token, size, normalized=False, dense_layers=first_layers(hf), **shared)
+    mixture = Mixture(
+        experts,
+        per_token,
+        size,
+        normalized=False,
+        dense_layers=first_layers(hf),
+        shared=size * integer(hf, "n_shared_experts"),
+        shared_gate=False,
+    )
     return replace(config_over_latents(hf, ARCHITECTURE), mixture=mixture)
 
 

@@ -71,9 +71,7 @@ def config_over_latents(
     latent = Latent(**own, query_rank=rank, paired=flag(hf, "rope_interleave", True), growth=_growth(hf))
     require(hf, "head_dim", None, latent.rotated)
     require(hf, "qk_head_dim", None, latent.head_dim)
-    rope = rope_from_hf(hf)
-    if rope.depends_on_length:
-        raise unsupported("rope_type", rope.scaling.rope_type, "RoPE that does not depend on the length of the prompt")
+    rope = rope_from_hf(hf, ("default", "linear", "llama3", "yarn"))
     one_head = {"head_dim": latent.key_dim, "num_key_value_heads": 1}
     rope = replace(rope, partial_rotary_factor=latent.rotated_fraction)
     config = base_config(dict(hf) | one_head, architecture, (None,) * layer_count(hf), rope)

@@ -46,7 +46,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     assert config.mixture is not None
-    own = {"attention_bias": config.qkv_bias, "use_qk_norm": config.qk_norm}
+    own: dict[str, Any] = {"attention_bias": config.qkv_bias, "use_qk_norm": config.qk_norm}
     own |= {"partial_rotary_factor": config.rope.partial_rotary_factor}
     own |= {"first_k_dense_replace": len(config.mixture.dense_layers)}
     return base_hf_config(config, ARCHITECTURE) | mixture_to_hf(config.mixture) | own

@@ -23,7 +23,7 @@ from kvjax.statistics.forms import STATISTICS
 
 VOCAB = 64
 LATENT = Latent(rank=12, rotated=4, unrotated=6, value=10, query_rank=14)
-SHARED = Mixture(8, 3, 12, dense_layers=(0,), shared=16, shared_gate=False, sigmoid=SigmoidRouting(4, 2, 1.5))
+SHARED = Mixture(8, 3, 12, dense_layers=(0,), shared=24, shared_gate=False, sigmoid=SigmoidRouting(4, 2, 1.5))
 
 
 @cache

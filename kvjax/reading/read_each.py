@@ -155,7 +155,7 @@ def _compressed(
     held = expired(held, moment, next_position > 0)
     B, H = held.capacity.shape
     Hq, D, _ = record.output.shape
-    shape = LayerShape(B, heads.whole_groups_of(Hq), H, D, record.output.dtype)
+    shape = LayerShape(B, heads.whole_groups_of(Hq), H, D, record.output.dtype, record.output.shape[-1])
     found = []
     for p, end in enumerate(ends):
         (kept,), (slots,), policy = end.kept, end.slots, end.policy

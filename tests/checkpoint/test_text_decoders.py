@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax.checkpoint import load, read_headers, save_hf, source_of
-from kvjax.models import UnsupportedModelError, config_from_hf
+from kvjax.models import Decoder, Mixture, UnsupportedModelError, config_from_hf
 from tests.models.plain import logits
 from tests.tiny import hybrid, latents
 
@@ -132,3 +134,31 @@ def test_layers_that_foretell_several_tokens_are_left_unread(tmp_path):
     save_file(tensors | more | other, tmp_path / "model.safetensors")
     params, _ = load(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(params), jax.tree.leaves(latents()))
+
+
+def test_experts_of_a_layer_in_one_tensor_are_read(tmp_path):
+    """As Qwen3.5 with experts is published: nested, and with gate and up of all experts in one tensor."""
+    config = replace(hybrid().config, family="qwen3_5_moe_text", mlp_size=12, mixture=Mixture(4, 2, 20, shared=12))
+    params = Decoder(config, nnx.Rngs(0))
+    save_hf(params, tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    assert (text["model_type"], text["architectures"]) == ("qwen3_5_moe_text", ["Qwen3_5MoeForCausalLM"])
+    assert "intermediate_size" not in text
+    nested = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".mlp.experts.0.gate_proj.weight")]:
+        block = name.removesuffix(".0.gate_proj.weight")
+        gate, up, down = (
+            np.stack([tensors.pop(f"{block}.{i}.{part}_proj.weight") for i in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{block}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{block}.down_proj": down}
+    assert len([name for name in tensors if name.endswith(".gate_up_proj")]) == 6
+    published = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    save_file(
+        published | {"mtp.layers.0.mlp.experts.down_proj": np.ones((2, 2), np.float32)}, tmp_path / "model.safetensors"
+    )
+    read, _ = load(tmp_path)
+    assert read.config == config
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(read), jax.tree.leaves(params))

@@ -16,7 +16,7 @@ from kvjax.mesh.experts import gathered_products, mixed, over_experts, sorted_pr
 from kvjax.mesh.sharding import fit_mesh
 from kvjax.models import ExpertWeights, Mixture, densely, routed
 from kvjax.models.feed_forward import ACTIVATIONS
-from tests.models.cases import NETS
+from tests.models.fields import NETS
 from tests.products import each_once
 from tests.tiny import decoder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ ROWS = [np.random.default_rng(n).integers(0, VOCAB, n) for n in LENGTHS]
 
 def by_head(layer: Layer, latent: Latent, x: jax.Array) -> jax.Array:
     """What attention adds to hidden states, from keys and values of each head (equations 1 to 11 of the paper)."""
-    attention = layer.attention
+    attention: Any = layer.attention
     C, N = latent.rotated, x.shape[1]
     positions = jnp.arange(N)[None]
     frequencies = Rope(1e4).frequencies(C)

@@ -19,8 +19,9 @@ import torch
 import transformers
 
 from tests.models import reference
-from tests.models.cases import CASES, DECODED, FULL, ROUNDED
+from tests.models.cases import CASES, DECODED, ROUNDED
 from tests.models.configs import NEEDED
+from tests.models.fields import FULL
 from tests.models.plain import logits
 from tests.models.reference import VOCAB, fix_frequencies
 from tests.products import part

@@ -44,8 +44,7 @@ from tests.models.configs import (
     [
         (
             {"model_type": "gpt2"},
-            "model_type 'gpt2' is not supported; accepted: gemma2, gemma3_text, glm4, gpt_oss, granite, granitemoe, "
-            "internlm2",
+            "model_type 'gpt2' is not supported; accepted: deepseek_v2, deepseek_v3, gemma2, gemma3_text, glm4, ",
         ),
         ({"model_type": "gpt2"}, "Beyond Llama, its config has: nothing"),
         (
