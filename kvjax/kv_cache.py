@@ -220,7 +220,7 @@ def _unfilled(
 ) -> dict[str, Any]:
     """The arrays of an empty cache. One program makes them in a tenth of the time that they take one by one."""
     batch, layers = prompt_lengths.shape[0], config.num_layers
-    shape = LayerShape(batch, config.num_heads, config.num_kv_heads, config.head_dim, dtype)
+    shape = LayerShape(batch, config.num_heads, config.num_kv_heads, config.head_dim, dtype, config.hidden_size)
 
     def layer(i: int) -> Slots:
         stored = policy.storage.store(jnp.zeros((batch, shape.kv_heads, 0, shape.head_dim), dtype))

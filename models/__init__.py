@@ -4,7 +4,8 @@ Axis letters, in every shape of `kvjax.models` and `kvjax.checkpoint`:
 
     B batch, N tokens, E hidden size, F MLP columns (of an expert), V vocabulary, L layers,
     H kv heads, Hq query heads, G = Hq / H query heads per kv head (the group), D head size,
-    C rotated channels of a head (C <= D), X experts, K experts per token
+    C rotated channels of a head (C <= D), X experts, K experts per token,
+    R channels of a latent, P channels of a head that RoPE does not rotate
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from types import ModuleType
 from typing import Any
 
 from . import (
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3_text,
     glm4,
+    glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     granitemoe,
@@ -31,8 +36,10 @@ from . import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5_moe_text,
     qwen3_5_text,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from .attend import Attend, AttentionLayer, join_sinks
@@ -41,11 +48,13 @@ from .config import DecoderConfig
 from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
 from .head import Head
+from .latent import Latent
 from .mixture import ExpertWeights, Mix, Mixture, densely, gated, routed
 from .multimodal import text_config
 from .recurrence import Recurrence, RecurrentState
 from .registered import Registered
 from .rope import Rope, rotate
+from .routing import SigmoidRouting
 from .stacked import StackedWeight
 from .unknown import beyond_llama, check_known
 from .weights import FusedRows, Layout, Weight, by_parameter, by_tensor, hf_shapes, read_parameter
@@ -61,9 +70,13 @@ def _checked(model_type: str, module: ModuleType) -> dict[str, ModuleType]:
 FAMILIES: Mapping[str, ModuleType] = Registered(
     "kvjax.families",
     {
+        "deepseek_v2": deepseek_v2,
+        "deepseek_v3": deepseek_v3,
         "gemma2": gemma2,
         "gemma3_text": gemma3_text,
         "glm4": glm4,
+        "glm4_moe": glm4_moe,
+        "glm4_moe_lite": glm4_moe_lite,
         "gpt_oss": gpt_oss,
         "granite": granite,
         "granitemoe": granitemoe,
@@ -78,8 +91,10 @@ FAMILIES: Mapping[str, ModuleType] = Registered(
         "phi3": phi3,
         "qwen2": qwen2,
         "qwen3": qwen3,
+        "qwen3_5_moe_text": qwen3_5_moe_text,
         "qwen3_5_text": qwen3_5_text,
         "qwen3_moe": qwen3_moe,
+        "qwen3_next": qwen3_next,
         "smollm3": smollm3,
     },
     _checked,
@@ -133,6 +148,7 @@ __all__ = [
     "ExpertWeights",
     "FusedRows",
     "Head",
+    "Latent",
     "Layout",
     "Mix",
     "Mixture",
@@ -140,6 +156,7 @@ __all__ = [
     "RecurrentState",
     "Registered",
     "Rope",
+    "SigmoidRouting",
     "StackedWeight",
     "Suppressed",
     "UnsupportedModelError",

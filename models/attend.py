@@ -32,6 +32,7 @@ class AttentionLayer:
         alone: whether the cache that is passed along is that of this layer only.
         hidden: the hidden states that q, k and v of a call are projected from, after the norm before attention if the
             family has one; None outside of a call.
+        residual: the residual stream that enters the layer, before any norm; None outside of a call.
         gates: the networks of this layer that read hidden states, by name; None outside of a call.
     """
 
@@ -45,7 +46,12 @@ class AttentionLayer:
     sinks: Float[Array, "Hq"] | None = None
     statistics: Mapping[str, Float[Array, "heads *rest"]] | None = None
     hidden: Float[Array, "B N E"] | None = None
+    residual: Float[Array, "B N E"] | None = None
     gates: Mapping[str, Gate] | None = None
+
+    def hidden_as(self, form: str) -> Float[Array, "B N E"] | None:
+        """Returns the hidden states of a call that are "normed", or "residual" as they enter the layer; None for ""."""
+        return {"": None, "normed": self.hidden, "residual": self.residual}[form]
 
     @property
     def weights(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .fields import UnsupportedModelError, flag, integer, number, require
+from .latent import Latent
 from .mixture import Mixture
 from .recurrence import Recurrence, RecurrentState
 from .rope import NO_ROPE, Rope
@@ -55,7 +56,9 @@ class DecoderConfig:
         embedding_scale: the factor of the embeddings, rounded to their dtype.
         residual_scale: the factor of what attention and the MLP add to the hidden states.
         logit_divisor: what logits are divided by.
-        mixture: the experts that layers have instead of an MLP; None for no experts.
+        mixture: the experts that layers have instead of an MLP, recurrent layers all of them; None for no experts.
+        latent: the sizes of attention over latents, which makes the model one of a single kv head with `latent.key_dim`
+            channels; None for attention over keys and values.
         output_gate: whether contexts are multiplied by the sigmoid of a projection of the attention's input.
         recurrence: the recurrent layers of a hybrid model, which have no attention and no entries; None for no such
             layers. Layers are attention layers everywhere else, and are counted without these.
@@ -96,6 +99,7 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
     mixture: Mixture | None = None
+    latent: Latent | None = None
     output_gate: bool = False
     recurrence: Recurrence | None = None
 

@@ -1,4 +1,4 @@
-"""The decoder of all families: layers of rotary grouped-query attention and a gated MLP, with norms and residuals.
+"""The decoder of all families: layers of rotary attention and a gated MLP, with norms and residuals.
 
 Attention is an argument. A layer computes q, k and v, passes them to `attend` *before rotation* together with the
 opaque cache, and projects the result. The caller of the decoder defines what the cache is and which tokens a query
@@ -23,7 +23,8 @@ from .card import Card
 from .config import DecoderConfig
 from .feed_forward import FeedForward, by_blocks
 from .head import Head
-from .linear import bias, linear, weight
+from .latent_attention import LatentAttention
+from .linear import bias, heads_first, linear, weight
 from .mixture import Mix, densely
 from .norm import RMSNorm, hidden_norm, maybe
 from .recurrence import RecurrentState
@@ -69,14 +70,14 @@ class Attention(nnx.Module):
         norms = self.query_norm, self.key_norm, None
         if self.joint_norm:
             products = [maybe(norm, y) for norm, y in zip(norms, products, strict=True)]
-        heads = [_heads_first(y, self.query.shape[-1]) for y in products]
+        heads = [heads_first(y, self.query.shape[-1]) for y in products]
         if not self.joint_norm:
             heads = [maybe(norm, y) for norm, y in zip(norms, heads, strict=True)]
         q, k, v = heads
         context, cache = attend(replace(layer, hidden=x, gates=self.gates), q, k, v, cache)
         if self.output_gate is not None:
             gate = linear(x, self.output_gate[...].reshape(x.shape[-1], -1), None)
-            context = context * jax.nn.sigmoid(_heads_first(gate, context.shape[-1]))
+            context = context * jax.nn.sigmoid(heads_first(gate, context.shape[-1]))
         return context, cache
 
     @property
@@ -110,11 +111,6 @@ def _apart(products: list[Float[Array, "B N O"]]) -> list[Float[Array, "B N O"]]
     return jax.lax.platform_dependent(products, cuda=lambda products: products, default=apart)
 
 
-def _heads_first(x: Float[Array, "B N O"], head_dim: int) -> Float[Array, "B H N D"]:
-    """Splits the last axis into heads and puts them before the tokens."""
-    return jnp.swapaxes(x.reshape(*x.shape[:2], -1, head_dim), 1, 2)
-
-
 class Layer(FeedForward):
     """One decoder layer: attention and MLP, each with RMS norms before or after it, and a residual connection.
 
@@ -124,7 +120,7 @@ class Layer(FeedForward):
     def __init__(self, config: DecoderConfig, index: int, rngs: nnx.Rngs, dtype: DTypeLike):
         self.before = nnx.List([RecurrentLayer(config, rngs, dtype) for _ in range(config.recurrent_before(index))])
         self.attention_norm = hidden_norm(config.pre_norm, config, dtype)
-        self.attention = Attention(config, rngs, dtype)
+        self.attention = (Attention if config.latent is None else LatentAttention)(config, rngs, dtype)
         super().__init__(config, config.has_experts(index), rngs, dtype)
 
     def __call__(
@@ -165,7 +161,7 @@ class Layer(FeedForward):
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
         """The contexts of all heads, and the layer's cache."""
-        return self.attention(maybe(self.attention_norm, x), layer, attend, cache)
+        return self.attention(maybe(self.attention_norm, x), replace(layer, residual=x), attend, cache)
 
 
 def embedded(embed: nnx.Param, tokens: Int[Array, "B N"], scale: float) -> Float[Array, "B N E"]:

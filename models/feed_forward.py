@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -44,6 +45,21 @@ class MLP(nnx.Module):
         return linear(ACTIVATIONS[self.activation](gate) * up, self.down[...], self.down_bias)
 
 
+class SharedExpert(MLP):
+    """The MLP that every token takes beside its experts, in some families times sigmoid(x w)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
+        assert config.mixture is not None
+        assert config.mixture.shared is not None
+        super().__init__(replace(config, mlp_size=config.mixture.shared), rngs, dtype)
+        E, gated = config.hidden_size, config.mixture.shared_gate
+        self.share = weight(rngs, (E, 1), ("embed", "share"), E, dtype) if gated else None
+
+    def __call__(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
+        y = super().__call__(x)
+        return y if self.share is None else jax.nn.sigmoid(linear(x, self.share[...], None)) * y
+
+
 class Experts(nnx.Module):
     """The experts of a layer, each a gated MLP, and the router that chooses among them (arXiv 1701.06538)."""
 
@@ -56,7 +72,7 @@ class Experts(nnx.Module):
         self.up = weight(rngs, (X, E, F), ("experts", "embed", "expert_mlp"), E, dtype)
         self.down = weight(rngs, (X, F, E), ("experts", "expert_mlp", "embed"), F, dtype)
         biased = config.mixture.biased
-        self.router_bias = bias(biased, (X,), ("choices",), dtype)
+        self.router_bias = bias(biased or config.mixture.sigmoid is not None, (X,), ("choices",), dtype)
         self.gate_bias = bias(biased, (X, F), ("experts", "expert_mlp"), dtype)
         self.up_bias = bias(biased, (X, F), ("experts", "expert_mlp"), dtype)
         self.down_bias = bias(biased, (X, E), ("experts", "embed"), dtype)
@@ -79,6 +95,8 @@ class FeedForward(nnx.Module):
         self.mlp_norm = hidden_norm(config.pre_norm, config, dtype)
         self.mlp = None if experts else MLP(config, rngs, dtype)
         self.experts = Experts(config, rngs, dtype) if experts else None
+        shared = experts and config.mixture is not None and config.mixture.shared is not None
+        self.shared = SharedExpert(config, rngs, dtype) if shared else None
         self.mlp_post_norm = hidden_norm(config.post_norm, config, dtype)
 
     def after_attention(
@@ -89,9 +107,10 @@ class FeedForward(nnx.Module):
         return x + self.scaled(maybe(self.mlp_post_norm, self.feed_forward(maybe(self.mlp_norm, x), mix)))
 
     def feed_forward(self, x: Float[Array, "B n E"], mix: Mix) -> Float[Array, "B n E"]:
-        """The MLP, or the mixture of experts in its place."""
+        """The MLP, or the mixture of experts in its place, beside the expert that all tokens share."""
         if self.experts is not None:
-            return self.experts(x, mix)
+            mixed = self.experts(x, mix)
+            return mixed if self.shared is None else mixed + self.shared(x)
         assert self.mlp is not None
         return self.mlp(x)
 

@@ -1,4 +1,4 @@
-"""Weights with logical axes, and products with them."""
+"""Weights with logical axes, products with them, and their division into heads."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def linear(x: Float[Array, "... I"], weight: Float[Array, "I O"], bias: nnx.Para
     """Returns `x @ weight`, plus the flattened bias if there is one."""
     product = matmul(x, weight)
     return product if bias is None else product + bias[...].reshape(-1)
+
+
+def heads_first(x: Float[Array, "B N O"], head_dim: int) -> Float[Array, "B H N D"]:
+    """Splits the last axis into heads and puts them before the tokens."""
+    return jnp.swapaxes(x.reshape(*x.shape[:2], -1, head_dim), 1, 2)

@@ -77,11 +77,12 @@ def weights_named(config: DecoderConfig, names: ExpertNames) -> list[Weight]:
     table = [weight for weight in llama.weights(config) if not weight.path.startswith(mixed)]
     for i in range(config.num_layers):
         if config.has_experts(i):
-            table += _experts(config, f"layers.{i}.experts", f"model.layers.{i}.{names.block}", names)
+            table += expert_weights(config, f"layers.{i}.experts", f"model.layers.{i}.{names.block}", names)
     return table
 
 
-def _experts(config: DecoderConfig, ours: str, theirs: str, names: ExpertNames) -> list[Weight]:
+def expert_weights(config: DecoderConfig, ours: str, theirs: str, names: ExpertNames) -> list[Weight]:
+    """The weights of a layer's experts, from their path here and the name of their block in the checkpoint."""
     assert config.mixture is not None
     table = linear_weights(f"{ours}.router", f"{theirs}.gate")
     for i in range(config.mixture.experts):

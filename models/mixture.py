@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .routing import SigmoidRouting
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -26,6 +28,9 @@ class Mixture:
         dense_layers: the indices of the layers with an ordinary MLP.
         biased: whether the router and the three matrices of each expert have biases.
         limit: c of `gated`, which clamps gate and up; None for a product of the two.
+        shared: F of an MLP that every token takes beside its experts; None for no such MLP.
+        shared_gate: whether what that MLP gives is multiplied by sigmoid(x w).
+        sigmoid: the choice of experts by independent scores; None for that by a softmax.
     """
 
     experts: int
@@ -35,6 +40,9 @@ class Mixture:
     dense_layers: tuple[int, ...] = ()
     biased: bool = False
     limit: float | None = None
+    shared: int | None = None
+    shared_gate: bool = True
+    sigmoid: SigmoidRouting | None = None
 
 
 class ExpertWeights(NamedTuple):
@@ -72,9 +80,13 @@ def routed(
     """Returns the experts that each token takes, best first, and their shares in float32.
 
     The shares are the softmax over all experts, of the K chosen ones. Of equal experts, the first ones are chosen. With
-    `normalized` shares this is the softmax over the K chosen ones alone. The bias is added to the logits.
+    `normalized` shares this is the softmax over the K chosen ones alone. The bias is added to the logits. With
+    `Mixture.sigmoid`, that has the choice, the shares and the bias.
     """
     logits = jnp.einsum("...E,EX->...X", x, router, preferred_element_type=jnp.float32)
+    if mixture.sigmoid is not None:
+        assert bias is not None
+        return mixture.sigmoid(logits, mixture.per_token, mixture.normalized, bias.astype(jnp.float32))
     if bias is not None:
         logits += bias
     shares, chosen = jax.lax.top_k(jax.nn.softmax(logits), mixture.per_token)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from . import qwen3_5_text
+from . import qwen3_5_moe_text, qwen3_5_text
 from .fields import unsupported
 
-TEXT = {"qwen3_5": ("qwen3_5_text", qwen3_5_text.ARCHITECTURE)}  # model_type and architecture of the text decoder
+TEXT = {  # model_type and architecture of the text decoder
+    "qwen3_5": ("qwen3_5_text", qwen3_5_text.ARCHITECTURE),
+    "qwen3_5_moe": ("qwen3_5_moe_text", qwen3_5_moe_text.ARCHITECTURE),
+}
 UNREAD = """
     model_type architectures text_config vision_config image_token_id video_token_id vision_start_token_id
     vision_end_token_id

@@ -6,18 +6,17 @@ projection shares a tensor with that of queries. All norms of hidden states and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import llama
 from .config import DecoderConfig, base_config, base_hf_config
-from .convolution import ConvolutionWeight
 from .fields import UnsupportedModelError, integer, layer_count, require, unsupported
+from .hybrid import hybrid_weights, mlp
 from .recurrence import Recurrence
 from .rope import Rope
 from .rope_config import rope_from_hf
-from .weights import FusedRows, Weight
+from .weights import Weight
 
 ARCHITECTURE = "Qwen3_5ForCausalLM"
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -28,13 +27,7 @@ SIZES = {  # the fields of `Recurrence`, with the defaults of transformers
     "value_dim": ("linear_value_head_dim", 128),
     "taps": ("linear_conv_kernel_dim", 4),
 }
-MATRICES = {  # of a gated delta net, by their names here
-    "inputs": "in_proj_qkv",
-    "gate": "in_proj_z",
-    "rate": "in_proj_b",
-    "decay": "in_proj_a",
-    "output": "out_proj",
-}
+MATRICES = {"inputs": "in_proj_qkv", "gate": "in_proj_z", "rate": "in_proj_b", "decay": "in_proj_a"}  # by our names
 FIELDS = (
     "layer_types",
     "full_attention_interval",
@@ -55,7 +48,10 @@ POSITIONS = ("mrope_section", "mrope_interleaved")  # how images and films turn;
 OTHER = ("model.visual.", "mtp.")  # tensors of images and films, and of the layers that foretell several tokens
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(
+    hf: Mapping[str, Any], architecture: str = ARCHITECTURE, computed: Collection[str] = ()
+) -> DecoderConfig:
+    """Maps a config. A family that adds experts names its architecture, and what it computes as `base_config` does."""
     hf = DEFAULTS | dict(hf)
     require(hf, "sliding_window", None)
     require(hf, "attention_bias", None, False)
@@ -63,7 +59,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     require(hf, "attn_output_gate", None, True)
     require(hf, "mamba_ssm_dtype", None, "float32")
     before = recurrent_before(hf)
-    config = base_config(hf, ARCHITECTURE, (None,) * len(before), _rope(hf))
+    config = base_config(hf, architecture, (None,) * len(before), _rope(hf), computed)
     sizes = {name: integer(hf, field, default) for name, (field, default) in SIZES.items()}
     recurrence = Recurrence(before, **sizes)
     if recurrence.value_heads % recurrence.key_heads:
@@ -96,54 +92,25 @@ def _rope(hf: Mapping[str, Any]) -> Rope:
     return rope_from_hf(dict(hf) | {"rope_parameters": given, "rope_scaling": None}, partial=True)
 
 
-def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+def config_to_hf(config: DecoderConfig, architecture: str = ARCHITECTURE) -> dict[str, Any]:
     recurrence = config.recurrence
     assert recurrence is not None
     kinds = [kind for count in recurrence.before for kind in (*[LINEAR] * count, FULL)]
     own = {field: getattr(recurrence, name) for name, (field, _) in SIZES.items()}
     own |= {"num_hidden_layers": len(kinds), "layer_types": kinds}
     own |= {"attention_bias": False, "partial_rotary_factor": config.rope.partial_rotary_factor}
-    return base_hf_config(config, ARCHITECTURE) | own
+    return base_hf_config(config, architecture) | own
 
 
-def text_name(name: str) -> str | None:
+def text_name(name: str, config: DecoderConfig) -> str | None:
     """Returns the name in `weights` of a published tensor; None for a tensor that a text does not need."""
     return None if name.startswith(OTHER) else name.replace("model.language_model.", "model.", 1)
 
 
 def weights(config: DecoderConfig) -> list[Weight]:
-    recurrence, D = config.recurrence, config.head_dim
-    assert recurrence is not None
-    places = [sum(recurrence.before[: i + 1]) + i for i in range(config.num_layers)]  # of attention layers, in all
-    table = []
-    for weight in llama.weights(config):
-        if weight.path.startswith("layers."):
-            _, layer, _ = weight.path.split(".", 2)
-            weight = replace(weight, name=weight.name.replace(f".{layer}.", f".{places[int(layer)]}.", 1))
-        if weight.path.endswith("attention.query"):
-            gate = weight.path.replace("query", "output_gate")
-            table.append(replace(weight, path=gate, rows=FusedRows(D, 2 * D, 2 * D)))
-            weight = replace(weight, rows=FusedRows(0, D, 2 * D))
-        table.append(weight)
-    for i, count in enumerate(recurrence.before):
-        for j in range(count):
-            table += _recurrent(f"layers.{i}.before.{j}", f"model.layers.{places[i] - count + j}")
-    return table
+    return hybrid_weights(config, projections, mlp)
 
 
-def _recurrent(ours: str, theirs: str) -> list[Weight]:
-    """The weights of a recurrent layer."""
-    net = f"{theirs}.linear_attn"
-    return [
-        *(Weight(f"{ours}.net.{a}", f"{net}.{b}.weight", "linear") for a, b in MATRICES.items()),
-        ConvolutionWeight(f"{ours}.net.convolution", f"{net}.conv1d.weight"),
-        Weight(f"{ours}.net.decay_bias", f"{net}.dt_bias", "vector"),
-        Weight(f"{ours}.net.log_decay", f"{net}.A_log", "vector"),
-        Weight(f"{ours}.net.scale", f"{net}.norm.weight", "vector"),
-        Weight(f"{ours}.norm.scale", f"{theirs}.input_layernorm.weight", "vector"),
-        Weight(f"{ours}.mlp_norm.scale", f"{theirs}.post_attention_layernorm.weight", "vector"),
-        *(
-            Weight(f"{ours}.mlp.{part}", f"{theirs}.mlp.{part}_proj.weight", "linear")
-            for part in ("gate", "up", "down")
-        ),
-    ]
+def projections(ours: str, theirs: str) -> list[Weight]:
+    """The matrices that a recurrent layer reads hidden states with."""
+    return [Weight(f"{ours}.{a}", f"{theirs}.{b}.weight", "linear") for a, b in MATRICES.items()]

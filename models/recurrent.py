@@ -1,4 +1,4 @@
-"""The recurrent layer of hybrid models: a gated delta net (arXiv 2412.06464) and an MLP, with norms and residuals."""
+"""The recurrent layer of hybrid models: a gated delta net (arXiv 2412.06464) and an MLP or experts."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class RecurrentLayer(FeedForward):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
         self.norm = hidden_norm(config.pre_norm, config, dtype)
         self.net = GatedDeltaNet(config, rngs, dtype)
-        super().__init__(config, False, rngs, dtype)
+        super().__init__(config, config.mixture is not None, rngs, dtype)
 
     def __call__(
         self, x: Float[Array, "B N E"], lengths: Int[Array, "B"] | None, state: RecurrentState | None, mix: Mix

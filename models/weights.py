@@ -57,6 +57,8 @@ class Weight:
             parameter. The layouts above are then of that item.
         paired: the number of channels of each head, from the first, that RoPE rotates and whose pairs are neighbours in
             the tensor. Here the first channels of all pairs precede the second ones. 0 if they do so in the tensor too.
+        wide: whether the decoder converts the parameter to float32 before it computes with it. Such a parameter keeps a
+            stored float32 in a model of another dtype.
     """
 
     path: str
@@ -65,6 +67,7 @@ class Weight:
     rows: FusedRows | None = None
     expert: int | None = None
     paired: int = 0
+    wide: bool = False
 
     def hf_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the checkpoint tensor that holds this parameter of shape `shape`.
@@ -96,7 +99,7 @@ class Weight:
         rows, columns = self._axes(shape)
         blocks, part = self._blocks(shape)
         all_rows = np.arange(blocks * part.block).reshape(blocks, part.block)[:, part.start : part.stop]
-        wanted_rows = np.ravel(self._channels(all_rows.reshape(shape[rows]))[index[rows]])
+        wanted_rows = np.ravel(self._ordered(all_rows.reshape(shape[rows]))[index[rows]])
         wanted_columns = np.ravel(np.arange(math.prod(shape[columns])).reshape(shape[columns])[index[columns]])
         first, last = int(wanted_columns[0]), int(wanted_columns[-1]) + 1
         chosen = slice(None) if len(wanted_columns) == last - first else wanted_columns - first
@@ -108,7 +111,7 @@ class Weight:
         for run in _runs(wanted_rows[places], max(READ // (last - first), 1)):
             read = tensor[(run, slice(first, last)) if shape[columns] else (run,)]
             count = run.stop - run.start
-            at = places[done : done + count] if self.paired else slice(done, done + count)
+            at = places[done : done + count] if self._reorders else slice(done, done + count)
             target[at] = read.reshape(count, -1)[:, chosen]
             done += count
         return result.reshape([len(range(size)[taken]) for size, taken in zip(shape, index, strict=True)])
@@ -119,16 +122,23 @@ class Weight:
         blocks, part = self._blocks(parameter.shape)
         width = math.prod(parameter.shape[columns])
         matrix = parameter.reshape(width, -1).T if self._transposed else parameter.reshape(-1, width)
-        if self.paired:
+        if self._reorders:
             rows = np.arange(len(matrix)).reshape(-1, parameter.shape[-1])
-            matrix = matrix[np.argsort(self._channels(rows), axis=None)]
+            matrix = matrix[np.argsort(self._ordered(rows), axis=None)]
         tensor.reshape(blocks, part.block, width)[:, part.start : part.stop] = matrix.reshape(blocks, -1, width)
 
-    def _channels(self, x: np.ndarray) -> np.ndarray:
-        """Takes the channels of each head, the last axis, from their order in the tensor to that of the parameter."""
+    @property
+    def _reorders(self) -> bool:
+        """Tells whether the rows of the tensor have another order than those of the parameter."""
+        return self.paired > 0
+
+    def _ordered(self, x: np.ndarray) -> np.ndarray:
+        """Takes rows, whose last axis is that of the parameter, from their order in the tensor to the parameter's."""
+        if not self._reorders:
+            return x
         order = np.arange(x.shape[-1])
         order[: self.paired] = order[: self.paired].reshape(-1, 2).T.reshape(-1)
-        return x[..., order] if self.paired else x
+        return x[..., order]
 
     def _held(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
         """Drops the expert axis of the parameter if the tensor holds a single expert."""

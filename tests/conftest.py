@@ -60,6 +60,7 @@ DISTINCT = (
     "keyformer:budget=24,recent=8",
     "adakv:base=h2o,base.budget=24,groups=2",
     "kvzip:budget=24,score.chunk=16,score.instruction='',score.starting='',score.suffix='',groups=2",
+    "epikv:budget=24,window=4,recent=4",
 )
 ALIKE = (
     "streaming_llm:budget=24",

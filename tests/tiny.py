@@ -15,13 +15,15 @@ from kvjax.attend.causal import causal
 from kvjax.gates.files import Gates
 from kvjax.gates.forms import FORMS
 from kvjax.kv_cache import KVCache
-from kvjax.models import Decoder, DecoderConfig, Mixture, Recurrence, Rope
+from kvjax.models import Decoder, DecoderConfig, Latent, Mixture, Recurrence, Rope, SigmoidRouting
 from kvjax.policy import Policy
 from kvjax.reading.layers import step as one_step
 from kvjax.reading.prompt import Batch, read_prompt
 from kvjax.statistics.forms import STATISTICS
 
 VOCAB = 64
+LATENT = Latent(rank=12, rotated=4, unrotated=6, value=10, query_rank=14)
+SHARED = Mixture(8, 3, 12, dense_layers=(0,), shared=24, shared_gate=False, sigmoid=SigmoidRouting(4, 2, 1.5))
 
 
 @cache
@@ -54,6 +56,22 @@ def hybrid(before: tuple[int, ...] = (2, 0, 1), vocab: int = VOCAB) -> Decoder:
         recurrence=Recurrence(before, key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4),
     )
     return Decoder(config, nnx.Rngs(0))
+
+
+@cache
+def latents(latent: Latent = LATENT, heads: int = 8) -> Decoder:
+    """Two layers of attention over latents, with an MLP and with experts. Norms and biases are random too."""
+    config = DecoderConfig(
+        **{"family": "deepseek_v3", "vocab_size": VOCAB, "hidden_size": 32, "mlp_size": 48, "num_heads": heads},
+        **{"num_kv_heads": 1, "head_dim": latent.key_dim, "windows": (None, None), "max_positions": 4096},
+        **{"rope": Rope(1e4, None, latent.rotated_fraction), "attention_scale": latent.scale},
+        **{"latent": latent, "mixture": SHARED},
+    )
+    noise = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(np.asarray(x) + 0.1 * noise.normal(size=x.shape).astype(x.dtype)),
+        Decoder(config, nnx.Rngs(0)),
+    )
 
 
 def random_statistics(config: DecoderConfig) -> dict[str, np.ndarray]:

@@ -30,7 +30,7 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], *, hidden: bool, 
 
     Args:
         make: takes the rows, and as `heads=` the heads that a device holds.
-        hidden: whether it reads hidden states and gates. Each device gets those of its rows, and all gates.
+        hidden: whether it reads hidden states, of which each device gets those of its rows, and gates.
         rows: arrays with axes [B, ...], or None.
     """
     if mesh is None:
@@ -53,11 +53,11 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], *, hidden: bool, 
         def local(
             rows: Any, weights: Any, hidden: Any, gates: Any, q: Array, k: Array, v: Array, part: Entries
         ) -> tuple[Array, Entries]:
-            own = replace(layer, **weights, hidden=hidden, gates=gates)
+            own = replace(layer, **weights, **hidden, gates=gates)
             return make(**rows, heads=heads)(own, q, k, v, part)
 
-        read = (layer.hidden, layer.gates) if hidden else (None, None)
-        return local(rows, layer.weights, *read, q, k, v, entries)
+        read = {name: getattr(layer, name) if hidden else None for name in ("hidden", "residual")}
+        return local(rows, layer.weights, read, layer.gates if hidden else None, q, k, v, entries)
 
     return attend
 

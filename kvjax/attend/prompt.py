@@ -97,7 +97,8 @@ class Reading:
             forgets = plan is not None and plan.final and kept is None and policy.every is None
             observes = self.limits.limited[i] and not forgets
             old = entries.layer(i, slots)
-            shape = LayerShape(q.shape[0], heads.whole_groups_of(q.shape[1]), k.shape[1], k.shape[3], k.dtype)
+            query_heads, hidden_size = heads.whole_groups_of(q.shape[1]), layer.output.shape[-1]
+            shape = LayerShape(q.shape[0], query_heads, k.shape[1], k.shape[3], k.dtype, hidden_size)
             if observes and not old.has_state:  # it was forgotten when the prompt had been read
                 old = policy.with_state(old, shape, limited=True)
             if policy.positions == "original":
@@ -123,16 +124,17 @@ class Reading:
                 held = replace(held, storing=policy.storage.observe(held.storing, attended(queries=q, received=None)))
             if observes:
                 # With the barriers a state has the same bits in every program, whatever else the program computes.
-                hidden = layer.hidden if policy.score.needs.hidden else None
-                *given, hidden, sums = jax.lax.optimization_barrier((q, lse, met, hidden, tuple(found.values())))
+                streams = (layer.hidden, layer.residual) if policy.score.needs.hidden else (None, None)
+                *given, streams, sums = jax.lax.optimization_barrier((q, lse, met, streams, tuple(found.values())))
+                tokens = replace(layer, hidden=streams[0], residual=streams[1])
                 found = dict(zip(found, sums, strict=True))
 
                 @cache
                 def shown(wish: Received | None) -> Float[Array, "B H *G M"] | None:
                     nonlocal given
                     queries, sums, entries = given
-                    tokens = partial(attended, hidden=hidden)
-                    result = received(wish, "prompts", found, layer, heads, queries, sums, entries, positions, tokens)
+                    own = partial(attended, hidden=tokens.hidden_as(policy.score.needs.hidden))
+                    result = received(wish, "prompts", found, layer, heads, queries, sums, entries, positions, own)
                     given, result = jax.lax.optimization_barrier((given, result))
                     return result
 
@@ -141,7 +143,7 @@ class Reading:
                     return attended(
                         queries=queries,
                         received=shown(needs.received),
-                        hidden=hidden if needs.hidden else None,
+                        hidden=tokens.hidden_as(needs.hidden),
                         show=show,
                     )
 

@@ -78,7 +78,7 @@ class Replaying:
                 layer=layer,
                 heads=heads,
                 replay=(first, last),
-                hidden=layer.hidden if needs.hidden else None,
+                hidden=layer.hidden_as(needs.hidden),
                 measured=measured,
                 rope=rope,
             )

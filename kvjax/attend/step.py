@@ -147,7 +147,7 @@ class Stepping:
                     heads=heads,
                     decoding=True,
                     asked=None if found.asked is None else found.asked(held, take),
-                    hidden=layer.hidden if score.needs.hidden else None,
+                    hidden=layer.hidden_as(score.needs.hidden),
                     rope=rope,
                 )
                 given = received(held, take)

@@ -34,7 +34,7 @@ def attending_once(attend: Attend) -> Attend:
     def attend_once(
         layer: AttentionLayer, q: Array, k: Array, v: Array, entries: Entries
     ) -> tuple[Float[Array, "2*B Hq 1 D"], Entries]:
-        record = replace(layer, hidden=jax.tree.map(once, layer.hidden))
+        record = replace(layer, hidden=jax.tree.map(once, layer.hidden), residual=jax.tree.map(once, layer.residual))
         context, entries = attend(record, once(q), once(k), once(v), entries)
         return jnp.repeat(context, 2, axis=0), entries
 

@@ -184,6 +184,10 @@ class Entries(ABC):
             room: by which room was made in this step.
         """
 
+    @abstractmethod
+    def exchange(self, change: Callable[[Sequence[Any]], Sequence[Any]]) -> Self:
+        """Stores the states per row that `change` returns for all layers, from those that they have."""
+
     # Sizes.
 
     @abstractmethod

@@ -88,6 +88,10 @@ class Layers(Entries):
         per_slot, per_row = show(self.each[i].plain(), lambda x: x)
         return self.with_layer(i, replace(self.each[i], per_slot=per_slot, per_row=per_row))
 
+    def exchange(self, change: Callable[[Sequence[Any]], Sequence[Any]]) -> Layers:
+        after = change([layer.per_row for layer in self.each])
+        return Layers(tuple(replace(layer, per_row=own) for layer, own in zip(self.each, after, strict=True)))
+
     def usage(self) -> Usage:
         occupied = jnp.stack([jnp.max(layer.occupancy, axis=1, initial=0) for layer in self.each], axis=-1)
         return Usage(occupied, jnp.array(self.bounds) - occupied)

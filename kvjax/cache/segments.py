@@ -206,6 +206,9 @@ class Segments(Entries):
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Segments:
         return observed(self, i, show, room)
 
+    def exchange(self, change: Callable[[Sequence[Any]], Sequence[Any]]) -> Segments:
+        return replace(self, per_row=tuple(change(self.per_row)))
+
     def drop(self, layer: int, slots: Int[Array, "B H K"]) -> Segments:
         """Empties slots of each head's segment in a layer. Slots beyond the segment's end are ignored."""
         positions = self.positions

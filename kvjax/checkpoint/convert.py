@@ -125,8 +125,7 @@ def plan_conversion(
     config = opened.config()
     if form is None:
         raise CheckpointError(source, [no_weights(source)])
-    _, stored = read_headers(opened)
-    converted = jnp.dtype(dtype or jnp.result_type(*stored))
+    converted = jnp.dtype(dtype or read_headers(opened).dtype)
     numbers = list(map(math.prod, Blank.of(_as_read(opened, form, config)).shapes.values()))
     sizes = [number * converted.itemsize for number in numbers]
     transfer = {"hf": 2 * max(sizes), "gguf": 2 * max(sizes), "orbax": transfer_bytes(sizes)}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,17 @@ from kvjax.checkpoint.folder import (
 )
 from kvjax.checkpoint.parameters import Blank, Progress, all_finite, by_path, from_slices
 from kvjax.checkpoint.source import Source, source_of
-from kvjax.checkpoint.tensors import DERIVED, TensorSpec, as_stored, compare, files_of, write_file, write_index
+from kvjax.checkpoint.tensors import (
+    DERIVED,
+    TensorSpec,
+    as_stored,
+    compare,
+    files_of,
+    model_dtype,
+    parameter_dtypes,
+    write_file,
+    write_index,
+)
 from kvjax.checkpoint.tokenizer_files import OWN, check_given, write_tokenizer
 from kvjax.checks import check_params, check_saved, is_integer, shown
 from kvjax.files.writing import new_folder
@@ -71,7 +81,8 @@ def load(
         path_or_hub_id: an existing folder or GGUF file, or else "demo", the model that ships with kvjax, or a hub id
             such as `mistralai/Mistral-7B-v0.3`.
         dtype: the dtype that all weights are cast to: float32, bfloat16 or float16. By default the stored dtype; if
-            several are stored, the smallest that represents them all. Quantised weights are float32.
+            several are stored, the smallest that represents them all. Vectors that the decoder converts to float32
+            anyway, as all of Qwen3.5, do not count, and keep a stored float32. Quantised weights are float32.
         mesh: a mesh of `make_mesh` to shard the parameters over. By default they are placed on the default device.
         progress: a callback that receives, after each parameter, the number of bytes loaded and the total.
         tokenizer: "own" reads the checkpoint's, None reads none, and a tokenizer is returned as it is. If the
@@ -104,22 +115,21 @@ def load(
             raise CheckpointError(path, problems)
         tokenizer = tokenizer_or_warning(source, tokenizer)
         table = source.weights(config)
-        if dtype is None:
-            dtype = jnp.result_type(*{DTYPES[tensors[weight.name].get_dtype()] for weight in table})
+        dtypes = parameter_dtypes(tensors, table, dtype)
         arrays: dict[str, jax.Array] = {}
         finite: dict[str, jax.Array] = {}
-        done, total = 0, sum(map(math.prod, blank.shapes.values())) * jnp.dtype(dtype).itemsize
         shapes = blank.shapes
+        done, total = 0, sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
         tell("loading the weights", done, total, "bytes")
         for name, weights in by_parameter(table).items():
-            read = partial(read_parameter, weights, tensors, shapes[name], dtype=dtype)
+            read = partial(read_parameter, weights, tensors, shapes[name], dtype=dtypes[name])
             arrays[name] = from_slices(shapes[name], blank.sharding(name), read)
             finite[weights[0].name] = all_finite(arrays[name])
             done += arrays[name].nbytes
             tell("loading the weights", done, total, "bytes")
             if progress is not None:
                 progress(done, total)
-    check_finite(path, finite, dtype)
+    check_finite(path, finite, dtypes["embed"])
     return blank.filled(arrays, card), tokenizer
 
 
@@ -241,8 +251,22 @@ def write_hf(
             gather(tensor)
 
 
-def read_headers(source: Source) -> tuple[int, tuple[str, ...]]:
-    """Returns the number of parameters and the names of their stored dtypes, from the headers of the files alone.
+class Headers(NamedTuple):
+    """The facts of a checkpoint's parameters that the headers of its files have.
+
+    Attributes:
+        parameters: their number.
+        stored: the names of their dtypes.
+        dtype: the dtype of the model that `load` returns by default.
+    """
+
+    parameters: int
+    stored: tuple[str, ...]
+    dtype: np.dtype
+
+
+def read_headers(source: Source) -> Headers:
+    """Reads the headers of a checkpoint's files, without its weights.
 
     For a folder without safetensors, such as one before the weights are downloaded, both come from config.json. RoPE
     frequencies do not count, because the config determines them.
@@ -255,7 +279,8 @@ def read_headers(source: Source) -> tuple[int, tuple[str, ...]]:
         named = str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
         if named not in map(str, DTYPES.values()):
             raise CheckpointError(source.path, [f"config.json has dtype={shown(named)}; accepted: {DTYPE_NAMES}"])
-        return sum(map(math.prod, Blank.of(source.config()).shapes.values())), (named,)
+        parameters = sum(map(math.prod, Blank.of(source.config()).shapes.values()))
+        return Headers(parameters, (named,), jnp.dtype(named))
     problems: list[str] = []
     with ExitStack() as stack:
         opened, _ = source.open(stack, problems)
@@ -264,4 +289,6 @@ def read_headers(source: Source) -> tuple[int, tuple[str, ...]]:
         problems += [f"tensor(s) of dtype {dtype}; accepted: {DTYPE_NAMES}" for dtype in dtypes if dtype not in DTYPES]
         if problems:
             raise CheckpointError(source.path, problems)
-        return sum(math.prod(tensor.get_shape()) for tensor in tensors), tuple(str(DTYPES[dtype]) for dtype in dtypes)
+        parameters = sum(math.prod(tensor.get_shape()) for tensor in tensors)
+        stored = tuple(str(DTYPES[dtype]) for dtype in dtypes)
+        return Headers(parameters, stored, model_dtype(opened, source.weights(source.config())))

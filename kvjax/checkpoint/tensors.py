@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from kvjax.checkpoint.errors import CheckpointError, one_line
@@ -151,6 +153,26 @@ def compare(
     if unexpected:
         problems.append(f"unexpected tensor(s): {', '.join(unexpected)}")
     return problems
+
+
+def model_dtype(tensors: Mapping[str, Stored], table: list[Weight]) -> np.dtype:
+    """Returns the smallest dtype that represents all tensors but those of wide parameters."""
+    wide = {weight.name for weight in table if weight.wide}
+    held = {tensor.get_dtype() for name, tensor in tensors.items() if name not in wide and not DERIVED.search(name)}
+    return jnp.result_type(*(DTYPES[dtype] for dtype in held))
+
+
+def parameter_dtypes(
+    tensors: Mapping[str, Stored], table: list[Weight], dtype: DTypeLike | None
+) -> dict[str, np.dtype]:
+    """Returns the dtype of each parameter by path: `dtype`, or by default `model_dtype` with wide ones as stored."""
+    if dtype is not None:
+        return {weight.path: jnp.dtype(dtype) for weight in table}
+    model = model_dtype(tensors, table)
+    return {
+        weight.path: jnp.result_type(model, DTYPES[tensors[weight.name].get_dtype()]) if weight.wide else model
+        for weight in table
+    }
 
 
 def matrices(config: DecoderConfig, weights: Callable[[DecoderConfig], list[Weight]]) -> tuple[str, str]:

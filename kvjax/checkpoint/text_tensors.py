@@ -17,7 +17,11 @@ def text_tensors(
         tensors, unreadable: from `open_tensors`.
         config: of the text decoder.
     """
-    named: Callable[[str], str | None] = getattr(family(config.family), "text_name", str)
-    pairs = ((named(name), tensor) for name, tensor in tensors.items())
-    found = {name: tensor for name, tensor in pairs if name is not None}
-    return found, None if unreadable is None else {name for name in map(named, unreadable) if name is not None}
+    text_name: Callable[[str, DecoderConfig], str | None] = getattr(family(config.family), "text_name", _same)
+    named = {name: text_name(name, config) for name in {*tensors, *(unreadable or ())}}
+    found = {own: tensor for name, tensor in tensors.items() if (own := named[name]) is not None}
+    return found, None if unreadable is None else {own for name in unreadable if (own := named[name]) is not None}
+
+
+def _same(name: str, config: DecoderConfig) -> str:
+    return name

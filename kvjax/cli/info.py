@@ -103,6 +103,7 @@ def info(
         "attention_sinks": config.attention_sinks,
         "attention_softcap": config.attention_softcap,
         "experts": None if config.mixture is None else asdict(config.mixture),
+        "latent": None if config.latent is None else asdict(config.latent),
         "recurrence": None if config.recurrence is None else asdict(config.recurrence),
         "vocabulary": config.vocab_size,
         "rope": _ropes(config),
@@ -138,19 +139,21 @@ def _ropes(config: DecoderConfig) -> str:
 
 
 def _attention(config: DecoderConfig) -> list[str]:
-    """Names what changes the softmax of attention."""
+    """Names where keys and values come from, if not from hidden states, and what changes the softmax."""
+    latent = [] if config.latent is None else [f"from latents of {config.latent.rank} channels"]
     sinks = ["a learned sink per query head"] if config.attention_sinks else []
     softcap = config.attention_softcap
-    return sinks + ([f"logits capped at {softcap:g}"] if softcap is not None else [])
+    return latent + sinks + ([f"logits capped at {softcap:g}"] if softcap is not None else [])
 
 
 def _experts(config: DecoderConfig) -> str:
     """The experts of a layer, how many of them a token takes, and how many layers have some."""
     assert config.mixture is not None
-    mixed = sum(map(config.has_experts, range(config.num_layers)))
+    mixed = sum(map(config.has_experts, range(config.num_layers))) + config.num_recurrent
+    shared = "" if config.mixture.shared is None else f" and one of {config.mixture.shared:,} columns for all"
     return (
-        f"{config.mixture.experts} of {config.mixture.size:,} columns, {config.mixture.per_token} per token, "
-        f"in {mixed} of {config.num_layers} layers"
+        f"{config.mixture.experts} of {config.mixture.size:,} columns, {config.mixture.per_token} per token{shared}, "
+        f"in {mixed} of {config.num_layers + config.num_recurrent} layers"
     )
 
 

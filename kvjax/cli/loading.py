@@ -100,15 +100,13 @@ def warn_of_unknown(text: str, model: str, tokenizer: PreTrainedTokenizerBase | 
 
 def read_model(path: str, dtype: str | None) -> Stated:
     """Reads what a checkpoint states, without its weights."""
-    import jax.numpy as jnp
-
     from kvjax.checkpoint import dtype_named, locate, read_headers, source_of
 
     with Line(f"reading {path}"):
         source = source_of(locate(path, patterns=("config.json", "generation_config.json")))
         config = source.config()
-        parameters, stored = read_headers(source)
-    return Stated(config, source.card(), parameters, stored, dtype_named(dtype) or jnp.result_type(*stored))
+        headers = read_headers(source)
+    return Stated(config, source.card(), headers.parameters, headers.stored, dtype_named(dtype) or headers.dtype)
 
 
 def load_with_texts(

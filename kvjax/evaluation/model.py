@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from kvjax.checkpoint import CheckpointError, dtype_named, load_named, locate, read_headers, source_of
 from kvjax.checkpoint.folder import DEMO, DOWNLOADED
 from kvjax.evaluation.grid import Grid
@@ -41,7 +39,7 @@ def plan_run(grid: Grid, only: Sequence[str] | None = None) -> RunPlan:
         raise CheckpointError(path, problems)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer: expected a checkpoint with a tokenizer")
-    dtype = dtype or jnp.result_type(*read_headers(source)[1])
+    dtype = dtype or read_headers(source).dtype
     return plan_for(grid, tokenizer, config, dtype, only)
 
 

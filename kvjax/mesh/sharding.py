@@ -100,6 +100,8 @@ def _feed_forward(config: DecoderConfig) -> dict[str, int]:
     """Lists what is sharded of MLPs and of experts, if there are layers with them."""
     kinds = {config.has_experts(layer) for layer in range(config.num_layers)}
     experts = {} if config.mixture is None else {"experts": config.mixture.experts}
+    if config.mixture is not None and config.mixture.shared is not None:
+        experts |= {"shared MLP columns": config.mixture.shared}
     return (experts if True in kinds else {}) | ({"MLP columns": config.mlp_size} if False in kinds else {})
 
 

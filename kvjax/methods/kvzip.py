@@ -61,7 +61,7 @@ class Reconstruction(Repetition):
     @property
     def needs(self) -> Needs:
         if self.normalise:
-            return replace(super().needs, marks=frozenset({"weighs_values"}), hidden=True)
+            return replace(super().needs, marks=frozenset({"weighs_values"}), hidden="normed")
         return replace(super().needs, received=Received(LARGEST, calls="replays", slots=self.chunk))
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], None]:

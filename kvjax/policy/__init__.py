@@ -3,8 +3,9 @@
 from .budget import AllocatedBudget, Budget, Layout, check_alike, most_entries
 from .merge import Drop, Effects, Keep, Merge
 from .part import Part, check_choice, check_integer, check_kind, check_number, named
+from .passes import Pass, Replay, Texts
 from .policy import Limits, Policy, Protect
-from .score import Attended, LayerShape, Moment, Needs, Pass, Received, Replay, Score, ScoreWrapper, Texts
+from .score import Attended, LayerShape, Moment, Needs, Received, Score, ScoreWrapper
 from .select import Ranked, Select, SelectWrapper, TopTokens
 from .storage import PLAIN, Storage
 from .together import Together

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Entries, Slots
+from kvjax.cache import Slots
 from kvjax.mesh.heads import ALL_HEADS, Heads
-from kvjax.models import Attend, AttentionLayer
+from kvjax.models import AttentionLayer
 from kvjax.pallas_kernels import Asked, Reduction
 
 from .part import Part
+from .passes import Pass, Texts
 
 if TYPE_CHECKING:
     from .policy import Policy
-
-Texts: TypeAlias = tuple[tuple[int, ...], ...]
-"""The token ids of several texts."""
 
 
 class LayerShape(NamedTuple):
@@ -33,6 +30,7 @@ class LayerShape(NamedTuple):
     kv_heads: int
     head_dim: int
     dtype: jnp.dtype
+    hidden: int
 
 
 class Received(NamedTuple):
@@ -74,8 +72,9 @@ class Needs:
         texts: texts, or token ids, that its passes are made of.
         slotwise: whether, in a step, the score and the state of an entry follow from that entry and the queries alone.
         by_count: whether scores depend on how many entries a head retains (`Moment.counts`).
-        hidden: whether it receives the hidden state of each token when the token enters. No cache holds hidden states,
-            so that an entry whose state was forgotten cannot be scored again.
+        hidden: the hidden state of each token that it receives when the token enters: "normed", as attention reads it,
+            "residual", as it enters the layer, or "" for none. No cache holds hidden states, so that an entry whose
+            state was forgotten cannot be scored again.
         gates: the name of the networks that it reads beside the parameters (`kvjax.with_gates`), '' for none.
         statistics: the names of the `AttentionLayer.statistics` that it reads (`kvjax.with_statistics`).
         marks: facts that parts tell each other by names that they agree on. Core code reads none of them, and a pair of
@@ -99,7 +98,7 @@ class Needs:
     texts: tuple[str | tuple[int, ...], ...] = ()
     slotwise: bool = False
     by_count: bool = False
-    hidden: bool = False
+    hidden: Literal["", "normed", "residual"] = ""
     gates: str = ""
     statistics: tuple[str, ...] = ()
     marks: frozenset[str] = frozenset()
@@ -113,53 +112,6 @@ class Needs:
     def asks_the_end(self) -> bool:
         """Tells whether the last queries of a prompt score it, so that a question must end it."""
         return self.keeps_queries or (self.received is not None and self.received.last is not None)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Pass:
-    """Tokens that run after a prompt, over its whole cache, and leave no entries.
-
-    Attributes:
-        tokens: right-aligned.
-        lengths: tokens of each row; a row of length 0 takes no part.
-        first: the first position of the part of the prompt that these tokens score.
-        last: the position after that part.
-        run: returns the entries once the score has observed them, for a pass that does more than to run forwards.
-    """
-
-    tokens: Int[Array, "B W"]
-    lengths: Int[Array, "B"]
-    first: Int[Array, "B"]
-    last: Int[Array, "B"]
-    run: Callable[[Replay], Entries] | None = field(default=None, metadata={"static": True})
-
-
-class Replay(NamedTuple):
-    """The arguments of a pass that runs itself.
-
-    Attributes:
-        layers: the decoder's layers with their records, each for a cache of that layer alone.
-        hidden: the hidden states of the pass's tokens before the first layer.
-        positions: of these tokens, -1 for padding.
-        lengths: the number of these tokens in each row.
-        entries: of the prompt.
-        recurrent: the states of the recurrent layers before each layer, behind the prompt.
-        attend: makes attention functions. That of `attend(measured=x)` has the score observe the layer, with x [B, W]
-            for `Attended.measured`. That of `attend(instead=f)` has no score: the context is f(layer, q, k, v,
-            positions, held), where q and k are rotated, and held are the layer's entries with the pass's own behind
-            them, as arrays.
-        mix: computes mixtures of experts.
-    """
-
-    layers: Sequence[tuple[Any, AttentionLayer]]
-    hidden: Float[Array, "B W E"]
-    positions: Int[Array, "B W"]
-    lengths: Int[Array, "B"]
-    entries: Entries
-    recurrent: Sequence[Any]
-    attend: Callable[..., Attend]
-    mix: Any
 
 
 @dataclass(frozen=True)
@@ -180,8 +132,9 @@ class Attended:
         asked: the attention that entries received from the extra query rows of `Score.asks`; None if there were none.
         replay: (first, last) of the `Pass` that these queries belong to, whose own entries are the last W of the M;
             None for the text itself.
-        hidden: the hidden states of the queries' tokens, as the layer's attention reads them: after the norm before
-            attention if the family has one (kvpress shows its presses the same). None unless `Needs.hidden`.
+        hidden: the hidden states of the queries' tokens in the form that `Needs.hidden` names: as they enter the layer,
+            or as its attention reads them, after the norm before attention if the family has one (kvpress shows its
+            presses the same). None without it.
         measured: what `Pass.run` has measured of each token of a pass; None without it.
         show: returns what a score with other needs observes of the same queries. None unless a prompt is read.
         rope: RoPE's frequencies of each row, where they depend on the row's length.
@@ -292,6 +245,14 @@ class Score(Part):
         """Returns the new state (per_slot, per_row) after queries attended to `entries`, which hold the old state."""
         return entries.per_slot, entries.per_row
 
+    def across(self, per_row: Sequence[Any]) -> Sequence[Any]:
+        """Returns the state per row of each layer after a decode step, in which all of them have observed the token.
+
+        A layer may take numbers [B, H, ...] from the states of others, which are None in layers that retain everything.
+        On a mesh these are arrays of all devices.
+        """
+        return per_row
+
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
         """Returns the passes to run after a prompt. Their number and their sizes follow from shapes alone.
 
@@ -332,6 +293,9 @@ class ScoreWrapper(Score):
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Any, Any]:
         return self.base.observe(entries, attended)
+
+    def across(self, per_row: Sequence[Any]) -> Sequence[Any]:
+        return self.base.across(per_row)
 
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
         return self.base.passes(tokens, lengths, texts)

@@ -32,7 +32,7 @@ class Together(Score):
             also_received=tuple(dict.fromkeys(wish for needs in each for wish in needs.wishes)),
             keeps_queries=any(needs.keeps_queries for needs in each),
             whole_prompt=any(needs.whole_prompt for needs in each),
-            hidden=any(needs.hidden for needs in each),
+            hidden=next((needs.hidden for needs in each if needs.hidden), ""),
         )
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:

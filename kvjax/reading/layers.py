@@ -66,7 +66,7 @@ class Call:
 
     def attend(self, **rows: Any) -> Attend:
         """Returns the attention function for these arguments, arrays with axes [B, ...] or None."""
-        hidden = self.attention.policy.score.needs.hidden
+        hidden = bool(self.attention.policy.score.needs.hidden)
         attend = over_heads(self.mesh, self.attention, hidden=hidden, **rows)
         return attending_once(attend) if self.doubled else attend
 
@@ -306,6 +306,7 @@ def step(
     held = cache.entries, cache.recurrent
     x, entries, recurrent = through_some(params.layers, 0, x, *held, rows, facts=facts_of(config), call=call)
     hidden = once(x) if call.doubled else x
+    entries = entries.exchange(cache.policy.score.across)
     cache = replace(cache, entries=entries, recurrent=recurrent, length=cache.length + incoming)
     return by_row(params.logits(hidden[:, 0]), cache.mesh), cache.in_place()
 

@@ -95,7 +95,7 @@ def read_to_end(
         for group, wide in groups:
             capacities = np.stack([end.policy.capacity(i, length, len(cache.entries)) for end in group], axis=1)
             compressed = _compress_layer(
-                layer.attention.weights,
+                layer.attention,
                 i,
                 held,
                 rows | {"capacities": cache.put_rows(capacities)},
@@ -124,7 +124,7 @@ def _groups(ends: Sequence[End]) -> list[tuple[list[End], list[End]]]:
 
 @partial(jax.jit, static_argnames=("facts", "together", "ends", "mesh"))
 def _compress_layer(
-    weights: dict[str, Any],
+    attention: Any,
     index: Int[Array, ""],
     held: Slots,
     rows: dict[str, Any],
@@ -136,7 +136,7 @@ def _compress_layer(
 ) -> tuple[Slots, ...]:
     """Returns a layer that has been read to the end of the prompt, under each of several policies."""
     change = partial(_compressed, together, ends)
-    return over_layers(mesh, change, [replace(facts, index=index, **weights)], held, **rows)
+    return over_layers(mesh, change, [replace(facts, index=index, **attention.weights)], held, **rows)
 
 
 def _compressed(
@@ -155,7 +155,7 @@ def _compressed(
     held = expired(held, moment, next_position > 0)
     B, H = held.capacity.shape
     Hq, D, _ = record.output.shape
-    shape = LayerShape(B, heads.whole_groups_of(Hq), H, D, record.output.dtype)
+    shape = LayerShape(B, heads.whole_groups_of(Hq), H, D, record.output.dtype, record.output.shape[-1])
     found = []
     for p, end in enumerate(ends):
         (kept,), (slots,), policy = end.kept, end.slots, end.policy

@@ -19,7 +19,8 @@ from kvjax.policy import LayerShape, Part, Policy, Score
 from scripts.site import docstrings
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = LayerShape(batch=1, heads=32, kv_heads=8, head_dim=128, dtype=jnp.dtype(jnp.bfloat16))  # of Llama 3.1 8B
+# The sizes of Llama 3.1 8B.
+SHAPE = LayerShape(batch=1, heads=32, kv_heads=8, head_dim=128, dtype=jnp.dtype(jnp.bfloat16), hidden=4096)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ DECLARED = {
     "keydiff:budget=24,every=1": (0, 0),
     "random:budget=24,every=1": (0, 0),
     "lagkv:budget=24,sinks=2,lag=4,every=4": (0, 0),
+    "epikv:budget=24,window=4,recent=4": (0, 0),  # each device has the residual stream of its rows
     "chunkkv:base=h2o,base.budget=24,length=5": (0, 1),  # as h2o
     "criticalkv:base=h2o,base.budget=24": (0, 2),  # as h2o; the norms of projected values
     "compactor:budget=24,chunk=16,sketch=6": (0, 0),  # nothing once the prompt is read

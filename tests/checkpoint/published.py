@@ -4,82 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-GENERATION: dict[str, Any] = {
-    "_from_model_config": True,
-    "bos_token_id": 1,
-    "do_sample": True,
-    "eos_token_id": [2, 3],
-    "max_length": 4096,
-    "temperature": 0.6,
-    "top_p": 0.9,
-    "transformers_version": "4.45.0.dev0",
-}
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-05,
-    "initializer_range": 0.02,
-    "use_cache": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.43.0",
-    "tie_word_embeddings": False,
-    "rope_theta": 10000.0,
-}
+from tests.checkpoint.published_fields import BIASES, EXPERTS, GEMMA, LLAMA3, NET, PHI, QWEN, QWEN3_5, of
 
-
-def _of(model_type: str, architecture: str, without: str = "", **fields: Any) -> dict[str, Any]:
-    kept = {name: value for name, value in SIZES.items() if name not in without.split()}
-    return {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type, **kept, **fields}
-
-
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 1024,
-    "rope_type": "llama3",
-}
-BIASES = {"attention_bias": False, "mlp_bias": False}
-QWEN = {"max_window_layers": 2, "use_sliding_window": False, "sliding_window": 4096}
-GEMMA = {
-    "attention_bias": False,
-    "cache_implementation": "hybrid",
-    "head_dim": 8,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "pad_token_id": 0,
-    "query_pre_attn_scalar": 8,
-    "sliding_window": 512,
-}
-PHI = {
-    "auto_map": {
-        "AutoConfig": "configuration_phi3.Phi3Config",
-        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
-    },
-    "attention_bias": False,
-    "embd_pdrop": 0.0,
-    "original_max_position_embeddings": 1024,
-    "pad_token_id": 0,
-    "resid_pdrop": 0.0,
-    "rope_scaling": None,
-}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "Llama-2-7b": _of("llama", "Llama", "rope_theta", pretraining_tp=1, rope_scaling=None, pad_token_id=0),
-    "Llama-3.1-8B-Instruct": _of(
+    "Llama-2-7b": of("llama", "Llama", "rope_theta", pretraining_tp=1, rope_scaling=None, pad_token_id=0),
+    "Llama-3.1-8B-Instruct": of(
         "llama", "Llama", eos_token_id=[2, 3, 4], pretraining_tp=1, rope_scaling=LLAMA3, **BIASES
     )
     | {"rope_theta": 500000.0},
-    "Llama-3.2-1B": _of("llama", "Llama", head_dim=8, pretraining_tp=1, rope_scaling=LLAMA3, **BIASES)
+    "Llama-3.2-1B": of("llama", "Llama", head_dim=8, pretraining_tp=1, rope_scaling=LLAMA3, **BIASES)
     | {"tie_word_embeddings": True},
-    "SmolLM2-135M-Instruct": _of(
+    "SmolLM2-135M-Instruct": of(
         "llama",
         "Llama",
         is_llama_config=True,
@@ -91,12 +26,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **BIASES,
     )
     | {"tie_word_embeddings": True},
-    "unsloth fine-tune": _of("llama", "Llama", unsloth_fixed=True, unsloth_version="2024.9", _name_or_path="some/base"),
-    "Qwen2.5-0.5B-Instruct": _of("qwen2", "Qwen2", **QWEN) | {"tie_word_embeddings": True},
-    "Qwen2.5-7B-Instruct": _of("qwen2", "Qwen2", **QWEN),
-    "Qwen3-0.6B": _of("qwen3", "Qwen3", attention_bias=False, head_dim=8, rope_scaling=None, **QWEN)
+    "unsloth fine-tune": of("llama", "Llama", unsloth_fixed=True, unsloth_version="2024.9", _name_or_path="some/base"),
+    "Qwen2.5-0.5B-Instruct": of("qwen2", "Qwen2", **QWEN) | {"tie_word_embeddings": True},
+    "Qwen2.5-7B-Instruct": of("qwen2", "Qwen2", **QWEN),
+    "Qwen3-0.6B": of("qwen3", "Qwen3", attention_bias=False, head_dim=8, rope_scaling=None, **QWEN)
     | {"sliding_window": None, "tie_word_embeddings": True},
-    "Qwen3-30B-A3B": _of(
+    "Qwen3-30B-A3B": of(
         "qwen3_moe",
         "Qwen3Moe",
         attention_bias=False,
@@ -113,38 +48,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **QWEN,
     )
     | {"sliding_window": None},
-    "Qwen3.5-9B, text": _of(
-        "qwen3_5_text",
-        "Qwen3_5",
-        "rope_theta torch_dtype",
+    "Qwen3.5-9B, text": of("qwen3_5_text", "Qwen3_5", "rope_theta torch_dtype", **QWEN3_5),
+    "Qwen3.5-35B-A3B, text": of(
+        "qwen3_5_moe_text",
+        "Qwen3_5Moe",
+        "rope_theta torch_dtype intermediate_size",
+        output_router_logits=False,
+        router_aux_loss_coef=0.001,
+        **QWEN3_5,
+        **EXPERTS,
+    ),
+    "Qwen3-Next-80B-A3B": of(
+        "qwen3_next",
+        "Qwen3Next",
         attention_bias=False,
-        attn_output_gate=True,
-        dtype="bfloat16",
+        decoder_sparse_step=1,
         full_attention_interval=4,
         head_dim=16,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        linear_conv_kernel_dim=4,
-        linear_key_head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_value_head_dim=8,
-        mamba_ssm_dtype="float32",
         mlp_only_layers=[],
-        mtp_num_hidden_layers=1,
-        mtp_use_dedicated_embeddings=False,
-        rope_parameters={
-            "mrope_interleaved": True,
-            "mrope_section": [1, 1, 0],
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000000,
-            "rope_type": "default",
-        },
+        norm_topk_prob=True,
+        output_router_logits=False,
+        partial_rotary_factor=0.25,
+        rope_scaling=None,
+        router_aux_loss_coef=0.001,
+        use_sliding_window=False,
+        **NET,
+        **EXPERTS,
     ),
-    "Mistral-7B-v0.1": _of("mistral", "Mistral", "attention_dropout", sliding_window=4096),
-    "Mistral-7B-Instruct-v0.3": _of("mistral", "Mistral", sliding_window=None),
-    "Mistral-Nemo-Instruct": _of("mistral", "Mistral", head_dim=16, sliding_window=None),
-    "Ministral-8B-Instruct": _of("mistral", "Mistral", head_dim=8, sliding_window=32),
-    "Mixtral-8x7B-v0.1": _of(
+    "Mistral-7B-v0.1": of("mistral", "Mistral", "attention_dropout", sliding_window=4096),
+    "Mistral-7B-Instruct-v0.3": of("mistral", "Mistral", sliding_window=None),
+    "Mistral-Nemo-Instruct": of("mistral", "Mistral", head_dim=16, sliding_window=None),
+    "Ministral-8B-Instruct": of("mistral", "Mistral", head_dim=8, sliding_window=32),
+    "Mixtral-8x7B-v0.1": of(
         "mixtral",
         "Mixtral",
         num_experts_per_tok=2,
@@ -153,7 +88,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         router_aux_loss_coef=0.02,
         sliding_window=None,
     ),
-    "gemma-2-2b-it": _of(
+    "gemma-2-2b-it": of(
         "gemma2",
         "Gemma2",
         "tie_word_embeddings",
@@ -163,7 +98,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **GEMMA,
     )
     | {"eos_token_id": [2, 3], "hidden_act": "gelu_pytorch_tanh"},
-    "gemma-3-1b-it": _of(
+    "gemma-3-1b-it": of(
         "gemma3_text",
         "Gemma3",
         "tie_word_embeddings hidden_act",
@@ -175,8 +110,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **GEMMA,
     )
     | {"rope_theta": 1000000},
-    "Phi-3-mini-4k-instruct": _of("phi3", "Phi3", sliding_window=2047, **PHI),
-    "Phi-4-mini-instruct": _of(
+    "Phi-3-mini-4k-instruct": of("phi3", "Phi3", sliding_window=2047, **PHI),
+    "Phi-4-mini-instruct": of(
         "phi3",
         "Phi3",
         full_attn_mod=1,
@@ -188,7 +123,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **PHI | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}},
     )
     | {"tie_word_embeddings": True},
-    "gpt-oss-20b": _of(
+    "gpt-oss-20b": of(
         "gpt_oss",
         "GptOss",
         "torch_dtype bos_token_id",
@@ -214,8 +149,60 @@ CONFIGS: dict[str, dict[str, Any]] = {
         sliding_window=128,
         swiglu_limit=7.0,
     ),
-    "OLMo-2-1124-7B": _of("olmo2", "Olmo2", attention_bias=False, pad_token_id=0, rope_scaling=None),
-    "Olmo-3-7B-Instruct": _of(
+    "Moonlight-16B-A3B-Instruct": of(
+        "deepseek_v3",
+        "DeepseekV3",
+        "num_key_value_heads",
+        attention_bias=False,
+        auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        aux_loss_alpha=0.001,
+        ep_size=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=12,
+        moe_intermediate_size=16,
+        moe_layer_freq=1,
+        n_group=1,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        norm_topk_prob=True,
+        num_experts_per_tok=2,
+        num_key_value_heads=4,
+        num_nextn_predict_layers=0,
+        pad_token_id=3,
+        pretraining_tp=1,
+        q_lora_rank=None,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        rope_scaling=None,
+        routed_scaling_factor=2.446,
+        scoring_func="sigmoid",
+        seq_aux=True,
+        topk_group=1,
+        topk_method="noaux_tc",
+        v_head_dim=8,
+    ),
+    "GLM-4.5-Air": of(
+        "glm4_moe",
+        "Glm4Moe",
+        attention_bias=True,
+        first_k_dense_replace=1,
+        head_dim=16,
+        moe_intermediate_size=16,
+        n_group=1,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        num_experts_per_tok=2,
+        num_nextn_predict_layers=1,
+        pad_token_id=3,
+        partial_rotary_factor=0.5,
+        rope_scaling=None,
+        routed_scaling_factor=1.0,
+        topk_group=1,
+        use_qk_norm=False,
+    ),
+    "OLMo-2-1124-7B": of("olmo2", "Olmo2", attention_bias=False, pad_token_id=0, rope_scaling=None),
+    "Olmo-3-7B-Instruct": of(
         "olmo3",
         "Olmo3",
         attention_bias=False,
@@ -231,8 +218,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         sliding_window=4096,
     ),
-    "GLM-4-9B-0414": _of("glm4", "Glm4", attention_bias=True, pad_token_id=0, partial_rotary_factor=0.5),
-    "granite-3.1-3b-a800m-instruct": _of(
+    "GLM-4-9B-0414": of("glm4", "Glm4", attention_bias=True, pad_token_id=0, partial_rotary_factor=0.5),
+    "granite-3.1-3b-a800m-instruct": of(
         "granitemoe",
         "GraniteMoe",
         attention_bias=False,
@@ -248,7 +235,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         router_aux_loss_coef=0.0,
     )
     | {"attention_dropout": 0.1, "tie_word_embeddings": True},
-    "granite-3.1-2b-instruct": _of(
+    "granite-3.1-2b-instruct": of(
         "granite",
         "Granite",
         attention_multiplier=0.25,
@@ -260,7 +247,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **BIASES,
     )
     | {"attention_dropout": 0.1, "tie_word_embeddings": True},
-    "Ministral-3-3B-Instruct": _of(
+    "Ministral-3-3B-Instruct": of(
         "ministral3",
         "Ministral3",
         pad_token_id=11,
@@ -277,7 +264,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         sliding_window=None,
     ),
-    "SmolLM3-3B": _of(
+    "SmolLM3-3B": of(
         "smollm3",
         "SmolLM3",
         layer_types=["full_attention"] * 4,
@@ -291,7 +278,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         use_sliding_window=False,
         **BIASES,
     ),
-    "internlm2-chat-7b": _of(
+    "internlm2-chat-7b": of(
         "internlm2",
         "InternLM2",
         "attention_dropout",

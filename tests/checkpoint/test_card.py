@@ -20,7 +20,8 @@ from kvjax.models import Decoder, config_from_hf
 from kvjax.request.ends import turn_ends
 from kvjax.serve.schema import Completion
 from tests.checkpoint.folders import decoder
-from tests.checkpoint.published import CONFIGS, GENERATION
+from tests.checkpoint.published import CONFIGS
+from tests.checkpoint.published_fields import GENERATION
 from tests.tiny import full_logits
 
 # The fields that differ after a round trip, and why.

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from kvjax.checkpoint import load, save_hf
-from kvjax.models import UnsupportedModelError, config_from_hf
-from tests.tiny import hybrid
+import kvjax
+from kvjax.checkpoint import load, read_headers, save_hf, source_of
+from kvjax.models import Decoder, Mixture, UnsupportedModelError, config_from_hf
+from tests.models.plain import logits
+from tests.tiny import hybrid, latents
 
 
 @pytest.fixture
@@ -78,3 +83,82 @@ def test_what_lies_beside_the_text_decoder_is_not_guessed(multimodal, fields, me
 
 def test_the_outer_config_ties_the_embeddings(multimodal):
     assert config_from_hf(changed(multimodal, tie_word_embeddings=True)).tie_embeddings
+
+
+@pytest.fixture
+def mixed(multimodal: Path) -> Path:
+    """The folder with the dtypes of published ones: float32 for two vectors of each recurrent layer, else bfloat16."""
+    tensors = load_file(multimodal / "model.safetensors")
+    kept = ("linear_attn.A_log", "linear_attn.norm.weight")
+    save_file(
+        {name: x if name.endswith(kept) else x.astype(jnp.bfloat16) for name, x in tensors.items()},
+        multimodal / "model.safetensors",
+    )
+    return multimodal
+
+
+def test_vectors_in_float32_do_not_widen_the_model(mixed, tmp_path):
+    """They stay as they are stored, and all other weights stay in bfloat16. A written checkpoint has the same bits."""
+    assert read_headers(source_of(mixed)).dtype == jnp.bfloat16
+    params, _ = load(mixed)
+    net = params.layers[0].before[0].net
+    assert params.embed.dtype == net.inputs.dtype == net.decay_bias.dtype == jnp.bfloat16
+    assert net.log_decay.dtype == net.scale.dtype == jnp.float32
+    assert logits(params, np.arange(6)[None]).dtype == logits(hybrid(), np.arange(6)[None]).dtype
+    cache = kvjax.prefill(params, np.arange(6)[None])
+    assert cache.dtype == jnp.bfloat16
+    assert cache.recurrent[0][0].window.dtype == jnp.bfloat16
+    save_hf(params, tmp_path / "text")
+    written, given = (load_file(folder / "model.safetensors") for folder in (tmp_path / "text", mixed))
+    for name, tensor in written.items():
+        source = given[name.replace("model.", "model.language_model.", 1)]
+        assert tensor.dtype == source.dtype
+        np.testing.assert_array_equal(tensor, source, err_msg=name)
+    assert {x.dtype for x in jax.tree.leaves(load(mixed, dtype="bfloat16")[0])} == {jnp.dtype("bfloat16")}
+
+
+def test_a_matrix_in_float32_widens_the_model(mixed):
+    tensors = load_file(mixed / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("in_proj_qkv.weight"))
+    save_file(tensors | {name: tensors[name].astype(np.float32)}, mixed / "model.safetensors")
+    assert {x.dtype for x in jax.tree.leaves(load(mixed)[0])} == {jnp.dtype("float32")}
+
+
+def test_layers_that_foretell_several_tokens_are_left_unread(tmp_path):
+    """DeepSeek-V3's file holds one more layer than its config counts, with experts and matrices of its own."""
+    save_hf(latents(), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    more = {name.replace("layers.1.", "layers.2."): x for name, x in tensors.items() if "layers.1." in name}
+    assert more
+    other = {"model.layers.2.eh_proj.weight": np.ones((32, 64), np.float32)}
+    save_file(tensors | more | other, tmp_path / "model.safetensors")
+    params, _ = load(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(params), jax.tree.leaves(latents()))
+
+
+def test_experts_of_a_layer_in_one_tensor_are_read(tmp_path):
+    """As Qwen3.5 with experts is published: nested, and with gate and up of all experts in one tensor."""
+    config = replace(hybrid().config, family="qwen3_5_moe_text", mlp_size=12, mixture=Mixture(4, 2, 20, shared=12))
+    params = Decoder(config, nnx.Rngs(0))
+    save_hf(params, tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    assert (text["model_type"], text["architectures"]) == ("qwen3_5_moe_text", ["Qwen3_5MoeForCausalLM"])
+    assert "intermediate_size" not in text
+    nested = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".mlp.experts.0.gate_proj.weight")]:
+        block = name.removesuffix(".0.gate_proj.weight")
+        gate, up, down = (
+            np.stack([tensors.pop(f"{block}.{i}.{part}_proj.weight") for i in range(4)])
+            for part in ("gate", "up", "down")
+        )
+        tensors |= {f"{block}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{block}.down_proj": down}
+    assert len([name for name in tensors if name.endswith(".gate_up_proj")]) == 6
+    published = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    save_file(
+        published | {"mtp.layers.0.mlp.experts.down_proj": np.ones((2, 2), np.float32)}, tmp_path / "model.safetensors"
+    )
+    read, _ = load(tmp_path)
+    assert read.config == config
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(read), jax.tree.leaves(params))

@@ -135,7 +135,7 @@ def test_e3(alpha, beta, moved):
     merge = SimilarityMerge("code", alpha=alpha, beta=beta)
     keys = jnp.array([[0.9, 0.19**0.5], [1, 0], [0.6, 0.8], [-0.6, -0.8]])[None, None]
     values = jnp.array([1.0, 2.0, 7.0, 9.0])[None, None, :, None]
-    unset = merge.init(LayerShape(1, 1, 1, 2, jnp.float32))
+    unset = merge.init(LayerShape(1, 1, 1, 2, jnp.float32, 2))
     first = Slots(keys, values, jnp.arange(4)[None, None], jnp.full((1, 1), 4), merging=unset)
     out = absorbed(merge, first, jnp.array([[[True, False, True, False]]]), count=2)
     np.testing.assert_allclose(out.merging, 0.75, rtol=1e-6)

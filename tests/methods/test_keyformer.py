@@ -49,7 +49,7 @@ def test_is_the_literal_sum_over_rows(group, window, temperature, tiles, monkeyp
     rng = np.random.default_rng(group)
     heads, dim, size, scale = 2, 4, 40, 0.7
     score = NoisyAttention(temperature, growth=0.5, seed=3)
-    shape = LayerShape(2, heads * group, heads, dim, jnp.dtype("float32"))
+    shape = LayerShape(2, heads * group, heads, dim, jnp.dtype("float32"), dim)
     q = rng.normal(size=(2, heads * group, size + 2, dim)).astype(np.float32)
     k = rng.normal(size=(2, heads, size + 2, dim)).astype(np.float32)
     positions = np.stack([np.arange(size + 2), np.arange(size + 2) - 30])

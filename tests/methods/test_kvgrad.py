@@ -40,7 +40,7 @@ PARAMS = tiny.decoder(4, 2, (None, None))
 # Norms before and after, factors, caps, windows, sinks, biases, experts with and without a limit, recurrent layers.
 FAMILIES = (
     *("llama-group4-tied", "gemma2-group4-layers", "mixtral-group4-window", "gpt_oss", "granite", "olmo2"),
-    "qwen3_5_text-group7",
+    *("qwen3_5_text-group7", "qwen3_5_moe_text-group4"),
 )
 
 

@@ -173,6 +173,12 @@ REFUSED = {
         ("budget=64", r"expected 129 or more, which is recent=128 \+ 1"),
         ("recent=-1", "recent=-1: expected an integer >= 0"),
     ],
+    "epikv": [
+        ("window=1", "window=1: expected an integer >= 2"),
+        ("early=1.0", r"early=1.0: expected a share of the depth in \[0, 1\)"),
+        ("late=-0.5", r"late=-0.5: expected a share of the depth in \[0, 1\)"),
+        ("budget=128", r"a budget of 128 entries: expected 129 or more, which is recent=128 \+ every=1"),
+    ],
     "lacache": [
         ("run=2,keep=2", "run=2: expected an integer >= 3"),
         ("run=9,keep=1,recent=3", "recent=3: expected an integer >= 7"),

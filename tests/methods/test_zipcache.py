@@ -220,7 +220,7 @@ def test_scale_and_soft_cap_of_the_layer_decide_who_is_salient() -> None:
     policy = zipcache(salient=0.5, window=2, queries=0)
     rng = np.random.default_rng(1)
     q, k, v = (rng.normal(size=(1, 1, n, 8)).astype(np.float32) * 3 for n in (2, 12, 12))
-    state = policy.storage.init(kvjax.policy.LayerShape(1, 1, 1, 8, jnp.dtype("float32")))
+    state = policy.storage.init(kvjax.policy.LayerShape(1, 1, 1, 8, jnp.dtype("float32"), 8))
     state = state._replace(queries=jnp.asarray(q), positions=jnp.array([[[10, 11]]]))
     entries = Slots(k, v, jnp.arange(12)[None, None], jnp.full((1, 1), 12), storing=state)
     settle = jax.jit(policy.storage.settle, static_argnames=("scale", "window", "softcap"))

@@ -3,54 +3,32 @@
 The lengths that the tests read and decode are above 32 and below 128 positions.
 """
 
-# hidden size, query heads, kv heads
-GROUP1 = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
-GROUP4 = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2}
-GROUP5 = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1}
-GROUP7 = {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2}
-GROUP8 = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1}
-TIED = {"tie_word_embeddings": True}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-LOCAL = {"rope_type": "default", "rope_theta": 100.0}
-LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 32}
-GROWING = YARN | {"llama_4_scaling_beta": 0.5}
-MSCALE = {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
-PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
-SLIDING, FULL, RECURRENT = "sliding_attention", "full_attention", "linear_attention"
-NETS = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-    "initializer_range": 0.06,  # with 0.15 the two forms of transformers, in chunks and by token, differ by 1.2e-4
-}
-MIXED = {"layer_types": [FULL, SLIDING]}
-SHORT = {"max_position_embeddings": 32}
-FACTORS = {
-    "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.3,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 3.0,
-}
-
-
-def longrope(pairs: int, original: int, **fields) -> dict:
-    """LongRoPE fields. The two lists of factors differ so much that a test with the wrong one fails."""
-    factors = {"short_factor": [1 + 0.1 * i for i in range(pairs)], "long_factor": [2.0 + i for i in range(pairs)]}
-    return {
-        "rope_parameters": {"rope_type": "longrope", "rope_theta": 10_000.0, **factors, **fields},
-        "original_max_position_embeddings": original,
-    }
-
+from tests.models.fields import (
+    DYNAMIC,
+    FACTORS,
+    FULL,
+    GROUP1,
+    GROUP4,
+    GROUP5,
+    GROUP7,
+    GROUP8,
+    GROUPED,
+    GROWING,
+    LATENT,
+    LINEAR,
+    LLAMA3,
+    LOCAL,
+    MIXED,
+    MSCALE,
+    NETS,
+    PARTIAL,
+    RECURRENT,
+    SHORT,
+    SLIDING,
+    TIED,
+    YARN,
+    longrope,
+)
 
 CASES = {
     "llama-group1": ("llama", GROUP1 | {"num_hidden_layers": 2}),
@@ -90,6 +68,78 @@ CASES = {
         | {"num_hidden_layers": 4, "head_dim": 16, "layer_types": [FULL, RECURRENT, RECURRENT, FULL]}
         | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3}
         | {"linear_key_head_dim": 6, "linear_value_head_dim": 10, "rope_parameters": PARTIAL},
+    ),
+    "qwen3_5_moe_text-group4": (
+        "qwen3_5_moe_text",
+        GROUP4
+        | NETS
+        | {"num_hidden_layers": 2, "head_dim": 16, "layer_types": [RECURRENT, FULL], "num_experts": 6}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
+    ),
+    "qwen3_5_moe_text-group7-tied": (
+        "qwen3_5_moe_text",
+        GROUP7
+        | TIED
+        | NETS
+        | {"num_hidden_layers": 2, "head_dim": 16, "layer_types": [FULL, FULL], "num_experts": 5}
+        | {"num_experts_per_tok": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
+    ),
+    "qwen3_next-group4": (
+        "qwen3_next",
+        GROUP4
+        | NETS
+        | {"num_hidden_layers": 2, "head_dim": 16, "layer_types": [RECURRENT, FULL], "num_experts": 6}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
+    ),
+    "qwen3_next-group7-tied": (
+        "qwen3_next",
+        GROUP7
+        | TIED
+        | NETS
+        | {"num_hidden_layers": 2, "head_dim": 16, "layer_types": [RECURRENT, FULL], "num_experts": 5}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+        | {"linear_num_value_heads": 6, "norm_topk_prob": False, "rope_parameters": PARTIAL},
+    ),
+    "deepseek_v2-yarn": (
+        "deepseek_v2",
+        LATENT
+        | {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+        | {"q_lora_rank": None, "first_k_dense_replace": 1, "n_routed_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24, "n_shared_experts": 1}
+        | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "deepseek_v3-groups": (
+        "deepseek_v3",
+        LATENT
+        | GROUPED
+        | {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5, "num_hidden_layers": 3}
+        | {"q_lora_rank": 12, "first_k_dense_replace": 1, "n_shared_experts": 2},
+    ),
+    "deepseek_v3-yarn-tied": (
+        "deepseek_v3",
+        LATENT
+        | TIED
+        | {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None}
+        | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, "rope_interleave": False}
+        | {"first_k_dense_replace": 1},
+    ),
+    "glm4_moe_lite-layers": (
+        "glm4_moe_lite",
+        LATENT
+        | {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3}
+        | {"q_lora_rank": 20, "mlp_layer_types": ["sparse", "dense", "sparse"], "n_routed_experts": 6}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False},
+    ),
+    "glm4_moe-group4-norm": (
+        "glm4_moe",
+        GROUP4 | GROUPED | {"num_hidden_layers": 2, "head_dim": 16, "first_k_dense_replace": 1, "use_qk_norm": True},
+    ),
+    "glm4_moe-group7-bias-tied": (
+        "glm4_moe",
+        GROUP7
+        | TIED
+        | {"head_dim": 8, "first_k_dense_replace": 0, "attention_bias": True, "n_routed_experts": 5}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
     "phi3-group1": ("phi3", GROUP1 | {"num_hidden_layers": 2}),
     "phi3-partial-window-tied": (
@@ -222,6 +272,11 @@ DECODED = (
     "qwen3-layers-bias-tied",
     "qwen3_5_text-group4-layers",
     "qwen3_5_text-group7-mixed-tied",
+    "qwen3_5_moe_text-group4",
+    "qwen3_next-group4",
+    "deepseek_v3-groups",
+    "glm4_moe_lite-layers",
+    "glm4_moe-group4-norm",
     "phi3-partial-window-tied",
     "phi3-longrope",
     "internlm2-group1-bias",
@@ -249,6 +304,11 @@ ROUNDED = (
     "qwen3-layers-bias-tied",
     "qwen3_5_text-group4-layers",
     "qwen3_5_text-group7-mixed-tied",
+    "qwen3_5_moe_text-group4",
+    "qwen3_next-group4",
+    "deepseek_v3-groups",
+    "glm4_moe_lite-layers",
+    "glm4_moe-group4-norm",
     "phi3-longrope-partial",
     "internlm2-group1-bias",
     "ministral3-group4-tied",

@@ -55,6 +55,9 @@ def reference(model_type: str, fields: dict) -> Any:
             torch.nn.init.normal_(parameter)
         if name.endswith("bias"):  # zeros by default
             torch.nn.init.normal_(parameter, std=0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):  # zeros by default
+            torch.nn.init.normal_(buffer, std=0.3)
     return model
 
 

@@ -16,6 +16,7 @@ from kvjax.mesh.experts import gathered_products, mixed, over_experts, sorted_pr
 from kvjax.mesh.sharding import fit_mesh
 from kvjax.models import ExpertWeights, Mixture, densely, routed
 from kvjax.models.feed_forward import ACTIVATIONS
+from tests.models.fields import NETS
 from tests.products import each_once
 from tests.tiny import decoder
 
@@ -109,6 +110,9 @@ def test_meshes_that_do_not_divide_the_experts():
     message = "model=4 does not fit 8 query heads, 8 kv heads and 6 experts; accepted for this model are 1, 2$"
     with pytest.raises(ValueError, match=message):
         fit_mesh(kvjax.make_mesh(model=4), params.config)
+    shared = decoder(8, 8, mixture=Mixture(8, 2, 24, shared=30))
+    with pytest.raises(ValueError, match="8 experts and 30 shared MLP columns; accepted for this model are 1, 2"):
+        fit_mesh(kvjax.make_mesh(model=4), shared.config)
     some = decoder(8, 8, (None, None), mixture=Mixture(8, 2, 24, dense_layers=(0,)))
     with pytest.raises(ValueError, match="8 kv heads and 8 experts and 48 MLP columns; accepted"):
         fit_mesh(kvjax.make_mesh(model=3), some.config)
@@ -125,6 +129,15 @@ FIELDS = {
         "norm_topk_prob": True,
     },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 8, "sliding_window": 9},
+    "qwen3_5_moe_text": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 16,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        **NETS,
+    },
 }
 APART = sorted(FIELDS.keys() - {"gpt_oss"})  # whose published checkpoints have a tensor for each expert
 LENGTHS, NEW = (3, 17, 40, 1), 12

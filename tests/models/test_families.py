@@ -22,11 +22,19 @@ HF = {
     "attention_bias": True,
     "head_dim": 4,
 }
+EXPERTS = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+EXPERTS |= {"first_k_dense_replace": 1}
+LATENTS = {"attention_bias": None, "num_key_value_heads": None, "head_dim": None, "kv_lora_rank": 6, "v_head_dim": 10}
+LATENTS |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 5, "q_lora_rank": 7} | EXPERTS
 # The fields that differ from HF. None removes a field that the family does not support.
 OWN = {
+    "deepseek_v2": LATENTS | {"n_group": None, "topk_group": None},
+    "deepseek_v3": LATENTS,
     "gemma2": {},
     "gemma3_text": {"sliding_window_pattern": 2},
     "glm4": {},
+    "glm4_moe": EXPERTS | {"use_qk_norm": True},
+    "glm4_moe_lite": LATENTS | {"first_k_dense_replace": None, "mlp_layer_types": ["sparse", "dense"]},
     "gpt_oss": {"num_local_experts": 8, "sliding_window": 5},
     "granite": {"mlp_bias": True, "residual_multiplier": 0.5},
     "granitemoe": {"num_local_experts": 8, "residual_multiplier": 0.5},
@@ -41,6 +49,12 @@ OWN = {
     "qwen3": {},
     "qwen3_5_text": {"attention_bias": None, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5},
+    "qwen3_5_moe_text": {"attention_bias": None, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+    | {"num_experts": 8, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 12},
+    "qwen3_next": {"attention_bias": None, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+    | {"num_experts": 16, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 12},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "mlp_only_layers": [1]},
     "olmo2": {"head_dim": None},
     "olmo3": {"head_dim": None, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},

@@ -19,7 +19,9 @@ import torch
 import transformers
 
 from tests.models import reference
-from tests.models.cases import CASES, DECODED, FULL, ROUNDED
+from tests.models.cases import CASES, DECODED, ROUNDED
+from tests.models.configs import NEEDED
+from tests.models.fields import FULL
 from tests.models.plain import logits
 from tests.models.reference import VOCAB, fix_frequencies
 from tests.products import part
@@ -85,7 +87,9 @@ def test_logits_in_bfloat16(case, model, folder, tokens):
     error, usual = (np.sqrt(np.mean((np.asarray(x) - exact) ** 2)) for x in (logits(params, tokens), rounded))
     assert error < 1.5 * usual
     # A recurrent layer divides queries, keys and outputs by their lengths, which are small here and magnify rounding.
-    assert error < (0.03 if params.config.recurrence is None else 0.06) * exact.std()
+    # Of experts with nearly equal scores, rounding chooses another.
+    rough = params.config.recurrence is not None or params.config.latent is not None
+    assert error < (0.07 if rough else 0.03) * exact.std()
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"internlm2"}))
@@ -96,8 +100,9 @@ def test_defaults_are_those_of_transformers(model_type):
         skip_one_rope()
     complete = transformers.AutoConfig.for_model(model_type).to_dict()
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    minimal = {"model_type": model_type} | {name: complete[name] for name in needed}
-    assert config_from_hf(minimal) == config_from_hf(complete)
+    own = {"model_type": model_type} | NEEDED.get(model_type, {})
+    minimal = own | {name: complete[name] for name in needed if name in complete}
+    assert config_from_hf(minimal) == config_from_hf(complete | own)
 
 
 def test_shards(tmp_path, tokens):
@@ -158,6 +163,8 @@ def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, to
         ("mistral-window-tied", jnp.bfloat16),
         ("qwen3-layers-bias-tied", jnp.bfloat16),
         ("qwen3_5_text-group4-layers", jnp.float32),
+        ("qwen3_5_moe_text-group4", jnp.bfloat16),
+        ("qwen3_next-group7-tied", jnp.float32),
         ("phi3-longrope-partial", jnp.float32),
         ("smollm3-window-bias", jnp.float32),
         ("olmo2-group4-bias-tied", jnp.bfloat16),
@@ -169,6 +176,8 @@ def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, to
         ("gemma2-group4-layers", jnp.float32),
         ("gemma3_text-group4-layers", jnp.float32),
         ("mixtral-group7-tied", jnp.bfloat16),
+        ("deepseek_v3-groups", jnp.float32),
+        ("glm4_moe-group4-norm", jnp.float32),
         ("qwen3_moe-group8-layers", jnp.float32),
         ("gpt_oss-group4-layers", jnp.float32),
     ],

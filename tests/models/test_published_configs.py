@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvjax.checkpoint.parameters import Blank
-from kvjax.models import Mixture, config_from_hf
+from kvjax.models import Mixture, Recurrence, config_from_hf
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SMOLLM3 = {
@@ -170,6 +170,110 @@ def test_mixtral_8x7b():
     )
     assert config.mixture == Mixture(8, 2, 14_336)
     assert sum(map(math.prod, Blank.of(config).shapes.values())) == 46_702_792_704
+
+
+def test_qwen3_5_35b_a3b():
+    """The fields of Qwen/Qwen3.5-35B-A3B that describe the model, whose text decoder alone is read."""
+    text = {
+        "model_type": "qwen3_5_moe_text",
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", FULL] * 10,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262_144,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "output_router_logits": False,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10_000_000,
+            "rope_type": "default",
+        },
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+        "vocab_size": 248_320,
+    }
+    config = config_from_hf(
+        {
+            "model_type": "qwen3_5_moe",
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+            "image_token_id": 248_056,
+            "text_config": text,
+            "tie_word_embeddings": False,
+            "video_token_id": 248_057,
+            "vision_config": {"depth": 27, "model_type": "qwen3_5_moe"},
+            "vision_end_token_id": 248_054,
+            "vision_start_token_id": 248_053,
+        }
+    )
+    assert config.mixture == Mixture(256, 8, 512, shared=512)
+    assert config.recurrence == Recurrence((3,) * 10, 16, 32, 128, 128, 4)
+    assert sum(map(math.prod, Blank.of(config).shapes.values())) / 1e9 == pytest.approx(35, abs=0.5)
+
+
+def test_qwen3_next_80b_a3b():
+    """The fields of Qwen/Qwen3-Next-80B-A3B-Instruct that describe the model."""
+    config = config_from_hf(
+        {
+            "model_type": "qwen3_next",
+            "architectures": ["Qwen3NextForCausalLM"],
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128,
+            "max_position_embeddings": 262_144,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "num_attention_heads": 16,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 2,
+            "output_router_logits": False,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 10_000_000,
+            "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": 512,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "vocab_size": 151_936,
+        }
+    )
+    assert config.mixture == Mixture(512, 10, 512, shared=512)
+    assert config.recurrence == Recurrence((3,) * 12, 16, 32, 128, 128, 4)
+    assert sum(map(math.prod, Blank.of(config).shapes.values())) / 1e9 == pytest.approx(80, abs=0.5)
 
 
 @pytest.mark.parametrize(("layers", "experts", "billions"), [(24, 32, 20.91), (36, 128, 116.83)])

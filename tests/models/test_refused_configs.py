@@ -4,10 +4,14 @@ import pytest
 
 from kvjax.models import FAMILIES, UnsupportedModelError, config_from_hf
 from tests.models.configs import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     FULL,
     GEMMA2,
     GEMMA3,
     GLM4,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
     GPT_OSS,
     GRANITE,
     GRANITEMOE,
@@ -19,13 +23,16 @@ from tests.models.configs import (
     MINISTRAL3,
     MISTRAL,
     MIXTRAL,
+    NEEDED,
     OLMO2,
     OLMO3,
     PHI3,
     QWEN2,
     QWEN3,
     QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
     RECURRENT,
     SLIDING,
     SMOLLM3,
@@ -37,8 +44,7 @@ from tests.models.configs import (
     [
         (
             {"model_type": "gpt2"},
-            "model_type 'gpt2' is not supported; accepted: gemma2, gemma3_text, glm4, gpt_oss, granite, granitemoe, "
-            "internlm2",
+            "model_type 'gpt2' is not supported; accepted: deepseek_v2, deepseek_v3, gemma2, gemma3_text, glm4, ",
         ),
         ({"model_type": "gpt2"}, "Beyond Llama, its config has: nothing"),
         (
@@ -150,6 +156,38 @@ def test_unsupported_fields_are_named(fields, message):
         (QWEN3_5, {"linear_num_value_heads": 24}, "linear_num_value_heads=24 is not a multiple"),
         (QWEN3_5, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1"),
         (QWEN3_5, {"linear_key_head_dim": 0}, "linear_key_head_dim=0"),
+        (QWEN3_5, {"num_experts": 4}, "num_experts=4"),
+        (DEEPSEEK_V2, {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy'"),
+        (DEEPSEEK_V2, {"routed_scaling_factor": 16.0}, "routed_scaling_factor=16.0"),
+        (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob=True"),
+        (DEEPSEEK_V2, {"rope_interleave": True}, "rope_interleave=True"),
+        (DEEPSEEK_V2, {"num_experts_per_tok": None}, "num_experts_per_tok=None"),
+        (DEEPSEEK_V3, {"attention_bias": True}, "attention_bias=True"),
+        (DEEPSEEK_V3, {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+        (DEEPSEEK_V3, {"head_dim": 10}, "head_dim=10"),
+        (DEEPSEEK_V3, {"qk_head_dim": 4}, "qk_head_dim=4"),
+        (DEEPSEEK_V3, {"kv_lora_rank": 0}, "kv_lora_rank=0"),
+        (DEEPSEEK_V3, {"rope_interleave": 1}, "rope_interleave=1"),
+        (DEEPSEEK_V3, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method='greedy'"),
+        (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        (DEEPSEEK_V3, {"first_k_dense_replace": -1}, "first_k_dense_replace=-1"),
+        (DEEPSEEK_V3, {"n_group": 3}, "n_group=3 and topk_group=4 do not divide n_routed_experts=16"),
+        (DEEPSEEK_V3, {"n_group": 16}, "n_group=16 and topk_group=4 do not divide n_routed_experts=16"),
+        (DEEPSEEK_V3, {"topk_group": 1}, "num_experts_per_tok=8 is more than the experts of topk_group=1 groups"),
+        (GLM4_MOE, {"use_qk_norm": 1}, "use_qk_norm=1"),
+        (GLM4_MOE, {"mlp_bias": True}, "mlp_bias=True"),
+        (GLM4_MOE_LITE, {"mlp_layer_types": ["dense"]}, "mlp_layer_types=['dense']"),
+        (GLM4_MOE_LITE, {"mlp_layer_types": ["dense", "full"]}, "mlp_layer_types=['dense', 'full']"),
+        (QWEN3_5_MOE, {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        (QWEN3_5_MOE, {"num_experts": 4}, "num_experts_per_tok=8 is more than num_experts=4"),
+        (QWEN3_5_MOE, {"num_local_experts": 4}, "num_local_experts=4"),
+        (QWEN3_5_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0"),
+        (QWEN3_5_MOE, {"attention_bias": True}, "attention_bias=True"),
+        (QWEN3_NEXT, {"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
+        (QWEN3_NEXT, {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        (QWEN3_NEXT, {"norm_topk_prob": 1}, "norm_topk_prob=1"),
         (QWEN3_MOE, {"num_experts": 4}, "num_experts_per_tok=8 is more than num_experts=4"),
         (
             QWEN3_MOE,
@@ -200,7 +238,7 @@ SMALL = {
     "intermediate_size": 24,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
 }
 UNKNOWN = {"scale_emb": 12, "rope_interleaved": True, "norm_type": "layernorm", "is_causal": False}
 NOT_NUMBERS = {
@@ -212,7 +250,7 @@ NOT_NUMBERS = {
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_family_refuses_fields_that_it_does_not_know(name):
-    hf = FAMILIES[name].config_to_hf(config_from_hf(SMALL | {"model_type": name}))
+    hf = FAMILIES[name].config_to_hf(config_from_hf(SMALL | {"model_type": name} | NEEDED.get(name, {})))
     config_from_hf(hf | {"unknown": None, "also_unknown": False, "torch_dtype": "bfloat16", "unsloth_fixed": True})
     for field, value in UNKNOWN.items():
         with pytest.raises(UnsupportedModelError, match=f"{field}={value!r}"):

@@ -190,6 +190,7 @@ LAYER = AttentionLayer(
     D**-0.5,
     jnp.asarray(RNG.normal(size=(H * G, D, 16)), jnp.float32),
     hidden=jnp.asarray(np.random.default_rng(1).normal(size=(L * ROWS, SIZE, H)), jnp.float32),
+    residual=jnp.asarray(np.random.default_rng(6).normal(size=(L * ROWS, SIZE, 16)), jnp.float32),
     gates={"kvzap": lambda hidden: jnp.swapaxes(hidden, 1, 2)},
     statistics={
         "q_filters": jnp.asarray(np.random.default_rng(2).normal(size=(H, D))),
@@ -307,7 +308,7 @@ def judged(score: Score, entries: Slots, counts: Any) -> tuple[Any, Any]:
 @partial(jax.jit, static_argnums=0)
 def compressed(policy: Policy, entries: Slots, shown: Shown) -> Slots:
     """The prompt after its compression to the capacities of its heads, with `shown` for state."""
-    shape = LayerShape(L * ROWS, H * G, H, D, jnp.dtype(jnp.float32))
+    shape = LayerShape(L * ROWS, H * G, H, D, jnp.dtype(jnp.float32), 16)
     entries = replace(entries, per_slot=shown, merging=policy.merge.init(shape))
     return policy.compress(entries, Moment(jnp.asarray(both), LAYER), SIZE)
 

@@ -62,6 +62,15 @@ DEFAULTS = {
         "r_max": 10.0,
         "code_rounding": False,
     },
+    "epikv": {
+        "budget": 4096,
+        "window": 64,
+        "early": 10 / 32,
+        "late": 21 / 32,
+        "sinks": 0,
+        "recent": 128,
+        "every": 1,
+    },
     "expected_attention": {
         "budget": 1024,
         "sinks": 4,

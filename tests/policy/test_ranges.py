@@ -37,11 +37,11 @@ LEAST = {
     **dict.fromkeys(("NonCausalAttention.last", "VarianceShares.last"), 0),
     **dict.fromkeys(("duo_attention.recent", "simlayerkv.recent", "LazyAttention.recent", "Ladder.recent"), 1),
     **dict.fromkeys(("fastgen.sinks", "AttentionClasses.sinks"), 1),
-    **dict.fromkeys(("lag", "run"), 2),
+    **dict.fromkeys(("lag", "run", "epikv.window", "HiddenChange.window"), 2),
     **dict.fromkeys(("entropy_gated_chunkkv.length", "GatedChunks.length"), 5),
 }
 FLOATS = {  # with an integer for those that take one as well
-    "[0, 1)": ("first", "recent", "upper", "merge.heavy", "heavy", "exempt", "large"),
+    "[0, 1)": ("first", "recent", "upper", "merge.heavy", "heavy", "exempt", "large", "early", "late"),
     "(0, 1)": ("share", "drop", "ratio", "salient"),
     "(0, 1]": ("budget", "lazyeviction.alpha", "RecurrenceInterval.alpha", "Fraction.share", "fraction"),
     "[0, 1]": (

@@ -47,7 +47,7 @@ class LearnedScore(Score):
     @property
     def needs(self) -> Needs:
         marks = frozenset({"signed"}) if FORMS[self.gates].signed else frozenset[str]()
-        return Needs(hidden=True, gates=self.gates, slotwise=True, marks=marks)
+        return Needs(hidden="normed", gates=self.gates, slotwise=True, marks=marks)
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], None]:
         return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -76,6 +77,10 @@ class QuerySample(ScoreWrapper):
         if attended.replay is None and not attended.decoding:
             sample = self._drawn(sample, attended)
         return per_slot, Sampled(sample, per_row)
+
+    def across(self, per_row: Sequence[Sampled | None]) -> Sequence[Sampled | None]:
+        after = self.base.across([None if own is None else own.base for own in per_row])
+        return [None if own is None else own._replace(base=base) for own, base in zip(per_row, after, strict=True)]
 
     def _drawn(self, old: Sample, attended: Attended) -> Sample:
         """Returns the sample of the old one and the new queries."""

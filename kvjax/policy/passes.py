@@ -1,0 +1,63 @@
+"""Passes of tokens behind a prompt, for scores that measure them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Entries
+from kvjax.models import Attend, AttentionLayer
+
+Texts: TypeAlias = tuple[tuple[int, ...], ...]
+"""The token ids of several texts."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pass:
+    """Tokens that run after a prompt, over its whole cache, and leave no entries.
+
+    Attributes:
+        tokens: right-aligned.
+        lengths: tokens of each row; a row of length 0 takes no part.
+        first: the first position of the part of the prompt that these tokens score.
+        last: the position after that part.
+        run: returns the entries once the score has observed them, for a pass that does more than to run forwards.
+    """
+
+    tokens: Int[Array, "B W"]
+    lengths: Int[Array, "B"]
+    first: Int[Array, "B"]
+    last: Int[Array, "B"]
+    run: Callable[[Replay], Entries] | None = field(default=None, metadata={"static": True})
+
+
+class Replay(NamedTuple):
+    """The arguments of a pass that runs itself.
+
+    Attributes:
+        layers: the decoder's layers with their records, each for a cache of that layer alone.
+        hidden: the hidden states of the pass's tokens before the first layer.
+        positions: of these tokens, -1 for padding.
+        lengths: the number of these tokens in each row.
+        entries: of the prompt.
+        recurrent: the states of the recurrent layers before each layer, behind the prompt.
+        attend: makes attention functions. That of `attend(measured=x)` has the score observe the layer, with x [B, W]
+            for `Attended.measured`. That of `attend(instead=f)` has no score: the context is f(layer, q, k, v,
+            positions, held), where q and k are rotated, and held are the layer's entries with the pass's own behind
+            them, as arrays.
+        mix: computes mixtures of experts.
+    """
+
+    layers: Sequence[tuple[Any, AttentionLayer]]
+    hidden: Float[Array, "B W E"]
+    positions: Int[Array, "B W"]
+    lengths: Int[Array, "B"]
+    entries: Entries
+    recurrent: Sequence[Any]
+    attend: Callable[..., Attend]
+    mix: Any
