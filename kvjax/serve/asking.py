@@ -32,7 +32,7 @@ class Asked:
 
     Attributes:
         handles: prompt 0's answers, then prompt 1's.
-        prompt_tokens: the number of tokens of all prompts, each counted once.
+        count: the number of answers to each prompt.
         seed: the seed of the first answer of each prompt.
         log_probs: whether tokens have log-probabilities.
         top: the number of most probable tokens that each token comes with.
@@ -44,7 +44,7 @@ class Asked:
     """
 
     handles: Sequence[Handle]
-    prompt_tokens: int
+    count: int
     seed: int
     log_probs: bool
     top: int
@@ -55,9 +55,15 @@ class Asked:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def usage(self, tokens: int) -> dict[str, Any]:
-        """The number of tokens of the prompts and of the answers."""
-        prompts = self.prompt_tokens
-        return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
+        """The number of tokens of the prompts, each counted once, and of the answers."""
+        first = self.handles[:: self.count]
+        prompts = sum(max(one.prompt_tokens, one.echoed.size) for one in first)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": tokens,
+            "total_tokens": prompts + tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in first)},
+        }
 
     def pieces(self) -> list[Pieces]:
         """The makers of each answer's pieces."""
@@ -87,6 +93,8 @@ def ending_is_told() -> Iterator[None]:
         raise ApiError(422, str(error), code="not_finite") from None
     except GrammarError as error:
         raise ApiError(422, str(error), code="grammar") from None
+    except TooLongError as error:  # the conversation that it was to continue has left the store meanwhile
+        raise _too_long(error) from None
     except EngineClosedError:
         raise closing() from None
 
@@ -128,6 +136,7 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
             prefix=request.stored,
             chat_template_kwargs=request.template_options,
             guide=guide,
+            reuse=request.cache_prompt is not False,
             shown_tokens=reading.markers if request.skip_special_tokens is not False else template.special_tokens,
         )
     except ValueError as error:  # of the sampler, the template and the grammar
@@ -154,7 +163,7 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
         raise _told(error, request) from None
     return Asked(
         handles,
-        prompt_tokens=sum(max(one.prompt_tokens, one.echoed.size) for one in handles[::count]),
+        count=count,
         seed=seed,
         log_probs=request.log_probs,
         top=request.top,
@@ -171,8 +180,7 @@ def _cancel(handles: Sequence[Handle]) -> None:
 
 def _told(error: BaseException, request: Completion | Chat) -> BaseException:
     if isinstance(error, TooLongError):
-        message = f"{error}; this is the maximum context length of the server"
-        return ApiError(400, message, _field(error, request), "context_length_exceeded")
+        return _too_long(error, _field(error, request))
     if isinstance(error, GrammarError):
         return ApiError(400, str(error), _formed_by(request), "invalid_value")
     if isinstance(error, ValueError):
@@ -182,6 +190,11 @@ def _told(error: BaseException, request: Completion | Chat) -> BaseException:
     if isinstance(error, EngineClosedError):
         return closing()
     return error
+
+
+def _too_long(error: TooLongError, field: str | None = None) -> ApiError:
+    message = f"{error}; this is the maximum context length of the server"
+    return ApiError(400, message, field, "context_length_exceeded")
 
 
 def _formed_by(request: Completion | Chat) -> str:

@@ -71,6 +71,7 @@ class Common(Strict):
         regex: not in OpenAI's API: a regular expression that the content matches as a whole.
         stop_token_ids: not in OpenAI's API: tokens that end the answer too.
         skip_special_tokens: not in OpenAI's API: false has answers name special tokens, but for end tokens.
+        cache_prompt: not in OpenAI's API: false has the request continue no conversation, and no other continue it.
     """
 
     model: Annotated[str, Field(description="the name of the model, a string")]
@@ -98,6 +99,7 @@ class Common(Strict):
         Field(description="a list of at most 16 token ids"),
     ] = None
     skip_special_tokens: Flag = True
+    cache_prompt: Flag = True
     # accepted, because they do not change an answer
     user: String = None
     metadata: Object = None
@@ -105,7 +107,6 @@ class Common(Strict):
     service_tier: String = None
     safety_identifier: String = None
     prompt_cache_key: String = None
-    cache_prompt: Flag = None
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Common:
