@@ -8,10 +8,10 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -23,7 +23,10 @@ from .chat import Chat
 from .dialects import Reading, Template
 from .errors import ApiError, closing
 from .pieces import Piece, Pieces
+from .responses import Responses
 from .schema import Completion, StreamOptions
+
+Wanted: TypeAlias = Completion | Chat | Responses
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Asked:
         log_probs: whether tokens have log-probabilities.
         top: the number of most probable tokens that each token comes with.
         stream: None, or the options of the stream of the answers.
+        repeated: fields of the request that the answer repeats.
         reading: how the answers are read.
         tokenizer: that of the engine.
         id: names the answer.
@@ -50,6 +54,7 @@ class Asked:
     top: int
     stream: StreamOptions | None
     reading: Reading
+    repeated: Mapping[str, Any]
     tokenizer: Any = field(repr=False)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -109,7 +114,7 @@ def freed(asked: Asked) -> Iterator[None]:
             handle.cancel()
 
 
-async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMethod, template: Template) -> Asked:
+async def ask(engine: Engine, request: Wanted, sampler: SamplingMethod, template: Template) -> Asked:
     """Submits all prompts of a request.
 
     Args:
@@ -145,7 +150,7 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
         message = "grammars, biases, penalties and top log-probabilities: expected a server without --no-guided"
         raise ApiError(400, message, code="not_supported")
     seed, gone = secrets.randbits(48) if request.seed is None else request.seed, threading.Event()
-    count = request.n or 1
+    count = request.count
     prompts = [prompt for prompt in request.prompts for _ in range(count)]
     seeds = [(seed + i % count + 2**63) % 2**64 - 2**63 for i in range(len(prompts))]  # of 64 bits
     handles: list[Handle] = []
@@ -169,6 +174,7 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
         top=request.top,
         stream=request.stream_options or StreamOptions() if request.stream else None,
         reading=reading,
+        repeated=request.repeated,
         tokenizer=engine.tokenizer,
     )
 
@@ -178,7 +184,7 @@ def _cancel(handles: Sequence[Handle]) -> None:
         handle.cancel()
 
 
-def _told(error: BaseException, request: Completion | Chat) -> BaseException:
+def _told(error: BaseException, request: Wanted) -> BaseException:
     if isinstance(error, TooLongError):
         return _too_long(error, _field(error, request))
     if isinstance(error, GrammarError):
@@ -197,14 +203,14 @@ def _too_long(error: TooLongError, field: str | None = None) -> ApiError:
     return ApiError(400, message, field, "context_length_exceeded")
 
 
-def _formed_by(request: Completion | Chat) -> str:
+def _formed_by(request: Wanted) -> str:
     """The field from which the grammar of a request follows."""
     if request.is_formed:
-        return "response_format" if request.regex is None else "regex"
+        return request.formed_by if request.regex is None else "regex"
     return "tools"
 
 
-def _field(error: ValueError, request: Completion | Chat) -> str:
+def _field(error: ValueError, request: Wanted) -> str:
     """The field that an error of the engine is about: the one that its message begins with, or the prompt."""
     begins = re.match(r"(?:the )?(\w+)", str(error))
     return begins[1] if begins is not None and begins[1] in type(request).model_fields else request.asks_by
