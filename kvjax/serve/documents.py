@@ -59,7 +59,7 @@ class Stream(ABC):
         """The document of an error, after which the stream ends."""
 
 
-class Choices(Form):
+class ChoiceForm(Form):
     """The form of answers that are choices."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Chunks(Stream):
 
     ends = b"data: [DONE]\n\n"
 
-    def __init__(self, form: Choices, asked: Asked) -> None:
+    def __init__(self, form: ChoiceForm, asked: Asked) -> None:
         self._form, self._asked = form, asked
         self._options, self._tokens = asked.stream or StreamOptions(), 0
 
@@ -116,7 +116,7 @@ def _counted(answers: Sequence[Piece]) -> int:
 
 
 @dataclass(frozen=True)
-class Completions(Choices):
+class Completions(ChoiceForm):
     """The form of `/v1/completions`."""
 
     def whole(self, asked: Asked, answers: Sequence[Piece]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Completions(Choices):
 
 
 @dataclass(frozen=True)
-class Chats(Choices):
+class Chats(ChoiceForm):
     """The form of `/v1/chat/completions`."""
 
     def whole(self, asked: Asked, answers: Sequence[Piece]) -> dict[str, Any]:

@@ -63,8 +63,6 @@ def test_events_of_a_text(serving: Serving) -> None:
     assert len(same.logprobs) == 12
     assert all(len(token.top_logprobs) == 2 for token in same.logprobs)
     assert events[-1].response.usage.output_tokens == 12
-    with serving.client.responses.stream(**ask) as stream:
-        assert stream.get_final_response().output_text == whole.output_text
 
 
 def test_calls(calling: Serving) -> None:
@@ -80,6 +78,10 @@ def test_calls(calling: Serving) -> None:
     after = [*asked, *out.output, result]
     assert calling.client.responses.create(**ask, input=after).output_text == "It is 3."
     chosen: Any = {"type": "function", "name": "add"}
+    plain: Any = {"model": "tiny", "temperature": 0, "input": "1 + 2?"}
+    with calling.client.responses.stream(**plain) as stream:
+        final = stream.get_final_response()
+    assert final.output_text == calling.client.responses.create(**plain).output_text
     one = calling.client.responses.create(**ask, input="1 + 2?", tool_choice=chosen, parallel_tool_calls=False)
     assert [item.name for item in one.output] == ["add"]
 
