@@ -48,6 +48,10 @@ def serve(
         str | None, typer.Option(help="Keep prefixes of requests in so much memory of the host, such as 4GB.")
     ] = None,
     prefix_folder: Annotated[Path | None, typer.Option(help="Keep prefixes on disk too.")] = None,
+    conversation_memory: Annotated[
+        str | None,
+        typer.Option(help="Continue conversations: keep finished requests in so much memory of the host, such as 4GB."),
+    ] = None,
     chunk: Annotated[int, typer.Option(help="The most tokens of a prompt that are read between two steps.")] = 512,
     mesh: Mesh = "1x1",
     coordinator: Annotated[
@@ -117,6 +121,7 @@ def serve(
             memory=memory,
             prefix_memory=prefix_memory,
             prefix_folder=prefix_folder,
+            conversation_memory=conversation_memory,
             guided=guided,
         )
     with engine:

@@ -19,9 +19,10 @@ from kvjax.reading.prompt import Pieces, complete
 
 from .compiling import Programs, WarmUp
 from .plans import Plans
-from .prefixes import PrefixStore
 from .reading import Read, Reader
 from .resident import Resident, Start, compile_rows
+from .reuse import Reuse, joined
+from .stored import Stored
 from .ticket import Ticket
 
 Arrays = TypeVar("Arrays", Start, RowGuides)
@@ -45,7 +46,7 @@ class Device:
         params: Decoder,
         plans: Plans,
         example: Ticket,
-        store: PrefixStore | None,
+        reuse: Reuse,
         at_once: int | None,
         guides: Callable[[int], RowGuides] | None,
     ) -> None:
@@ -55,18 +56,19 @@ class Device:
             params: the model.
             plans: the static choices.
             example: a request of one token, which is not answered.
-            store: of prefixes; None if requests have none.
+            reuse: what requests may continue.
             at_once: the most steps of a program. None: one, and on CPUs as many as take CPU_SECONDS.
             guides: makes those of a number of rows; None if no row is guided.
         """
-        self._plans, self._store = plans, store
+        self._plans, self._reuse = plans, reuse
+        self._copied: Stored | None = None  # the row that was copied last, which may be on its way
         self._leaves = jax.tree.leaves(params)
         self._on_cpu = platform_of(params) == "cpu"
         self._timed = self._on_cpu and at_once is None
         self.at_once = min(at_once or (CPU_STEPS if self._on_cpu else 1), plans.sizes.max_new_tokens)
         self._programs = programs = Programs(plans.placed)
         adding = Reader(plans, params, programs.compile, plans.shapes_of)
-        logits, self.row = adding.add_all(after=store is not None)
+        logits, self.row = adding.add_all(after=plans.keeps or reuse.prefixes is not None)
         self._reader = replace(adding, run=programs.call, put=plans.put_rows)
         start = self._everywhere(example.start)
         compile_rows(programs, plans, params, logits, self.row, start, at_once=self.at_once, guides=guides)
@@ -80,9 +82,10 @@ class Device:
         """
         sizes = self._plans.sizes
         for size in () if self._on_cpu else sizes.classes[: sizes.classes.index(sizes.chunk) + 1]:
-            complete(self.read(np.zeros(size, np.int32), None))
-        logits, cache = read = complete(self.read(example.prompt, None))
-        self.resident: Resident = self._programs.run("idle", cache, logits, self._everywhere(example.start))
+            complete(self._reader.prompt(np.zeros(size, np.int32)))
+        read = complete(self._reader.prompt(example.prompt))
+        start = self._everywhere(example.start)
+        self.resident: Resident = self._programs.run("idle", read.cache, read.logits, start)
         np.asarray(self.admit(read, example.start, 0))
         seconds = min(self._step_seconds() for _ in range(3))
         if self._timed:
@@ -104,19 +107,45 @@ class Device:
         """The resident cache."""
         return self.resident.decoding.cache
 
-    def read(self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"] | None) -> Pieces[Read]:
-        """Reads a prompt, after a prefix if there is one, and yields after each unit of work but the last."""
+    def read(
+        self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"] | None, limit: int, continues: bool
+    ) -> Pieces[Read]:
+        """Reads a prompt, after a prefix if there is one, and yields after each unit of work but the last.
+
+        Args:
+            limit: the most tokens of the answer.
+            continues: whether it may continue a conversation.
+
+        Raises:
+            TooLongError: the conversation that the request was to continue is not there any more.
+        """
+        tokens = joined(prefix, prompt)
+        if continues and (stored := self._reuse.take(tokens, limit)) is not None:
+            return (yield from self._reader.continued(tokens, stored))
+        self._plans.check(prompt.size, None if prefix is None else prefix.size, limit, self.row)
         if prefix is None:
-            return self._reader.prompt(prompt)
-        assert self._store is not None
-        return self._reader.question(prompt, prefix, self._store)
+            return (yield from self._reader.prompt(prompt))
+        assert self._reuse.prefixes is not None
+        return (yield from self._reader.question(prompt, prefix, self._reuse.prefixes))
+
+    def keep(self, tokens: Int[np.ndarray, "N"], row: int) -> None:
+        """Keeps the cache of a row whose answer has ended, unless there is one that has seen the same tokens.
+
+        The copy to the host goes on while rows advance. At most one row is on its way, so that a device holds no more.
+        """
+        if not self._reuse.keeps(tokens):
+            return
+        if self._copied is not None:
+            self._copied.settle()
+        self._copied = Stored(tokens.size, *self._programs.run("take", self.resident, np.int32(row)))
+        self._copied.start()
+        self._reuse.keep(tokens, self._copied)
 
     def admit(self, read: Read, start: Start, row: int, guides: RowGuides | None = None) -> Int32[Array, "R _ 1"]:
         """Puts a request whose prompt has been read into a row. Returns the report of its first token, first."""
-        logits, cache = read
         name, last = ("admit", []) if guides is None else ("admit guided", [self._everywhere(guides)])
         self.resident, report = self._programs.run(
-            name, self.resident, cache, logits, self._everywhere(start), np.int32(row), *last
+            name, self.resident, read.cache, read.logits, self._everywhere(start), np.int32(row), *last
         )
         if self._plans.on_hosts:  # each part of the batch reports the same, and this process has one
             report = report.addressable_data(0)

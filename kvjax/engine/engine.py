@@ -39,9 +39,9 @@ from .hosts import Channel, Leader, check_hosts, follow
 from .loop import Loop
 from .memory import Footprint, bytes_of, weights_per_device
 from .plans import Plans
-from .prefixes import PrefixStore
+from .reuse import Reuse
 from .sizes import CHUNK, Sizes
-from .stats import Prefixes, Stats
+from .stats import Stats
 from .ticket import Options, Ticket
 
 
@@ -85,6 +85,7 @@ class Engine:
         memory: int | str | None = None,
         prefix_memory: int | str | None = None,
         prefix_folder: str | Path | None = None,
+        conversation_memory: int | str | None = None,
         guided: bool = False,
     ) -> None:
         """Compiles all programs and starts the loop.
@@ -108,6 +109,8 @@ class Engine:
             prefix_memory: the most bytes of stored prefixes on the host, in the same form. None: requests have no
                 prefix.
             prefix_folder: where prefixes are kept on disk too, for later engines of the same model, policy and sizes.
+            conversation_memory: the most bytes on the host of finished requests' caches, in the same form. A request
+                whose prompt continues one of them reads its new tokens alone. None: every prompt is read.
             guided: whether requests may have a `Guide`. It compiles a second form of two programs, which run only while
                 some row has a guide.
 
@@ -143,29 +146,27 @@ class Engine:
         check_batch(rows, mesh)
         check_attached(self.policy, params)
         check_groups(self.policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
-        plans = Plans.of(config, self.policy, self.sizes, jnp.dtype(params.embed.dtype), mesh, texts)
+        dtype, keeps = jnp.dtype(params.embed.dtype), conversation_memory is not None
+        plans = Plans.of(config, self.policy, self.sizes, dtype, mesh, texts, keeps=keeps)
         self.footprint = Footprint.of(config, plans, weights_per_device(params))
         devices = params.embed[...].sharding.addressable_devices
         most = device_memory(devices) if memory is None else bytes_of(memory)
         if most is not None:
             self.footprint.check(rows, most, plans.batch)
-        self._store = None
-        if prefix_memory is not None:
-            self._store = PrefixStore(
-                params, self.policy, self.sizes, memory=bytes_of(prefix_memory), folder=prefix_folder
-            )
-        elif prefix_folder is not None:
-            raise ValueError(f"prefix_folder={shown(prefix_folder)} without prefix_memory: expected both")
-        if prefix_folder is not None and plans.on_hosts:
-            raise ValueError("prefix_folder on the devices of several processes: expected prefix_memory alone")
+        self._reuse = Reuse(
+            params,
+            plans,
+            prefix_memory=prefix_memory,
+            prefix_folder=prefix_folder,
+            conversation_memory=conversation_memory,
+        )
         example = Ticket.of([0], Options(1), self.sizes, None, config.vocab_size, params.card.suppressed)
         size = self.sizes.max_new_tokens + BIASES
         guides = partial(RowGuides.none, vocab_size=config.vocab_size, size=size) if guided else None
         self.guided = guided
         self._grammars = Grammars(tokenizer, config.vocab_size, self._ends) if guided else None
-        device = Device(params, plans, example, self._store, steps_at_once, guides)
+        device = Device(params, plans, example, self._reuse, steps_at_once, guides)
         self._row = device.row
-        self._plans = plans
         self.footprint = replace(self.footprint, workspace=device.workspace)
         if most is not None:
             self.footprint.check(rows, most, plans.batch)
@@ -174,7 +175,7 @@ class Engine:
         self._cache_bytes = device.cache.nbytes
         channel = Channel() if plans.on_hosts else None
         leader = None if channel is None else Leader(device, channel)
-        self._loop = Loop(leader or device, rows, max_queue, device.at_once, guides)
+        self._loop = Loop(leader or device, rows, max_queue, device.at_once, guides, keeps=keeps)
         self._follow: Callable[[], None] | None = None
         if channel is not None and jax.process_index() > 0:
             self._follow = partial(follow, device, channel, example.start)
@@ -200,6 +201,7 @@ class Engine:
         chat_template_kwargs: TemplateOptions = None,
         shown_tokens: Sequence[str] = (),
         guide: Guide | None = None,
+        reuse: bool = True,
     ) -> Handle:
         """Accepts a request, and returns at once. The answer is that of `kvjax.generate` with the same arguments.
 
@@ -216,6 +218,8 @@ class Engine:
             chat_template_kwargs: options of the chat template, such as {"enable_thinking": False}; only for messages.
             shown_tokens: special tokens that the text names, such as "<|python_tag|>"; it leaves out all others.
             guide: a grammar, biases, penalties and the most probable tokens; it needs Engine(guided=True).
+            reuse: whether the request may continue a conversation, and later ones this one; only with
+                Engine(conversation_memory=...).
 
         Raises:
             TooLongError: a ValueError, for a prompt that is longer than the engine's.
@@ -237,6 +241,7 @@ class Engine:
             chat_template_kwargs=chat_template_kwargs,
             shown_tokens=shown_tokens,
             guide=guide,
+            reuse=reuse,
         )[0]
 
     @own_modes()
@@ -277,13 +282,12 @@ class Engine:
 
     def _ticket(self, prompt: Prompt, seed: int, *, eos: EndTokens = None, **options: Any) -> Ticket:
         """A request that has been checked."""
-        if (prefix := options.get("prefix")) is not None and self._store is None:
+        if (prefix := options.get("prefix")) is not None and self._reuse.prefixes is None:
             raise ValueError(f"prefix={shown(prefix)}: expected an engine with prefix_memory=")
         asked = Options(seed=seed, eos=self._ends if eos is None else eos, **options)
         vocab_size, suppressed = self.params.config.vocab_size, self.params.card.suppressed
         ticket = Ticket.of(prompt, asked, self.sizes, self.tokenizer, vocab_size, suppressed, self._grammars)
-        if ticket.prefix is not None:
-            self._plans.check_after(ticket.prefix.size, ticket.prompt.size, ticket.limit, self._row)
+        self._reuse.check(ticket.prompt, ticket.prefix, ticket.limit, self._row, continues=ticket.continues)
         return ticket
 
     def _cancel(self, ticket: Ticket) -> None:
@@ -297,13 +301,13 @@ class Engine:
 
     def stats(self) -> Stats:
         """Returns what the engine has done until now, and what it holds."""
-        loop, store = self._loop, self._store
+        loop = self._loop
         return loop.counters.snapshot(
             rows=self.sizes.rows,
             rows_busy=loop.busy,
             queue=loop.waiting,
             cache_bytes=self._cache_bytes,
-            prefixes=Prefixes() if store is None else Prefixes(store.hits, store.misses, store.nbytes),
+            **self._reuse.counts,
         )
 
     def follow(self) -> None:

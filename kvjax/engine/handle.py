@@ -53,6 +53,8 @@ class Answer:
             | "cancelled" | because the request was cancelled, or the engine was closed without waiting |
         prompt_tokens: the number of tokens of the prompt.
         top: `Token.top` of each token.
+        cached_tokens: the number of tokens of the prompt that a stored cache had seen: of a conversation that the
+            request continues, or of its prefix.
     """
 
     tokens: Int[np.ndarray, "T"]
@@ -61,6 +63,7 @@ class Answer:
     finish: Finish
     prompt_tokens: int
     top: tuple[Top, ...] = ()
+    cached_tokens: int = 0
 
 
 class Feed:
@@ -71,6 +74,7 @@ class Feed:
         self.tokens: list[Token] = []
         self.finish: Finish | None = None
         self.error: BaseException | None = None
+        self.cached_tokens = 0
         self.listeners: list[Callable[[], None]] = []
 
     @property
@@ -130,6 +134,11 @@ class Handle:
         self._text, self._log_probs = text, log_probs
         self._cancel = cancel
         self.prompt_tokens, self.shown, self.echoed = prompt_tokens, shown, echoed
+
+    @property
+    def cached_tokens(self) -> int:
+        """Returns `Answer.cached_tokens`; 0 until the prompt has been read."""
+        return self._feed.cached_tokens
 
     @property
     def done(self) -> bool:
@@ -212,6 +221,7 @@ class Handle:
             finish=finish,
             prompt_tokens=self.prompt_tokens,
             top=tuple(token.top for token in tokens),
+            cached_tokens=self.cached_tokens,
         )
 
 

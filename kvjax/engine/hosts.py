@@ -20,7 +20,7 @@ from kvjax.decoding.row_guides import RowGuides
 from kvjax.runtime.modes import own_modes
 
 from .device import Device, Read
-from .errors import EngineClosedError
+from .errors import EngineClosedError, TooLongError
 from .resident import Start
 
 if TYPE_CHECKING:
@@ -93,10 +93,13 @@ class Leader:
     def __init__(self, device: Device, channel: Channel) -> None:
         self._device, self._channel = device, channel
 
-    def read(self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"] | None) -> Generator[None, None, Read]:
+    def read(
+        self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"] | None, limit: int, continues: bool
+    ) -> Generator[None, None, Read]:
         """Does what `Device.read` does."""
-        units = self._device.read(prompt, prefix)
-        self._channel.send({"do": "read", "prompt": prompt, "prefix": prefix})
+        given = {"prompt": prompt, "prefix": prefix, "limit": limit, "continues": continues}
+        units = self._device.read(**given)
+        self._channel.send({"do": "read", "given": given})
         while True:
             try:
                 next(units)
@@ -122,6 +125,11 @@ class Leader:
         self._channel.send({"do": "advance guided", "wanted": wanted, "guides": jax.tree.leaves(guides)})
         return self._device.advance_guided(wanted, guides)
 
+    def keep(self, tokens: Int[np.ndarray, "N"], row: int) -> None:
+        """Does what `Device.keep` does."""
+        self._channel.send({"do": "keep", "tokens": tokens, "row": row})
+        self._device.keep(tokens, row)
+
     def lead(self, loop: Loop) -> None:
         """Runs a loop to its end, and tells the others of it."""
         loop.run()
@@ -145,12 +153,16 @@ def follow(device: Device, channel: Channel, example: Start) -> None:
         match message["do"]:
             case "read" | "unit" as kind:
                 if kind == "read":
-                    units = device.read(message["prompt"], message["prefix"])
+                    units = device.read(**message["given"])
                 assert units is not None
                 try:
                     next(units)
                 except StopIteration as stop:
                     read = stop.value
+                except TooLongError:  # process 0 tells it to the client
+                    units = None
+            case "keep":
+                device.keep(message["tokens"], message["row"])
             case "admit":
                 assert read is not None
                 start = jax.tree.unflatten(jax.tree.structure(example), message["start"])

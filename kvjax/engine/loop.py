@@ -23,13 +23,17 @@ from kvjax.decoding.row_guides import RowGuides
 from kvjax.runtime.modes import own_modes
 
 from .device import Device, Read
-from .errors import EngineClosedError, QueueFullError
+from .errors import EngineClosedError, QueueFullError, TooLongError
 from .handle import Finish, Token
 from .stats import Counters
 from .ticket import Ticket
 
 if TYPE_CHECKING:
     from .hosts import Leader
+
+
+# The device has taken no step beyond these ends, so the row has seen what the client has, but for the last token.
+COMPLETE: tuple[Finish | None, ...] = ("end", "length")
 
 
 @dataclass
@@ -56,6 +60,8 @@ class Loop:
         max_queue: int,
         at_once: int,
         guides: Callable[[int], RowGuides] | None = None,
+        *,
+        keeps: bool = False,
     ) -> None:
         self.counters = Counters()
         self.rows: list[Ticket | None] = [None] * rows
@@ -63,6 +69,7 @@ class Loop:
         self._max_queue = max_queue
         self._at_once = at_once
         self._guides = guides  # makes those of a number of rows
+        self._keeps = keeps  # whether later requests continue finished ones
         self._queue: deque[Ticket] = deque()
         self._reading: Reading | None = None
         self._due: deque[Callable[[], None]] = deque()  # deliveries of what programs find
@@ -180,13 +187,14 @@ class Loop:
                 if self._queue:
                     ticket = self._queue.popleft()
                     self.counters.begin(ticket.submitted)
-                    self._reading = Reading(ticket, self._device.read(ticket.prompt, ticket.prefix))
+                    units = self._device.read(ticket.prompt, ticket.prefix, ticket.limit, ticket.continues)
+                    self._reading = Reading(ticket, units)
         if self._reading is None:
             return
         ticket = self._reading.ticket
         try:
             next(self._reading.units)
-        except OSError as error:  # of the prefix store, which concerns this request alone
+        except (OSError, TooLongError) as error:  # of a store, which concerns this request alone
             self._reading = None
             ticket.feed.fail(error)
             self.counters.finish("failed", ticket.submitted)
@@ -195,10 +203,12 @@ class Loop:
             if ticket.guided is not None and not self._guide(ticket, guides := self._no_guides(1), 0):
                 self._reading = None
                 return
-            row = self.rows.index(None)
-            report = self._device.admit(stop.value, ticket.start, row, guides)
+            row, read = self.rows.index(None), stop.value
+            report = self._device.admit(read, ticket.start, row, guides)
             self._due.append(partial(self._deliver, report, 1, [ticket]))
+            ticket.feed.cached_tokens = read.cached
             self.counters.prompt_tokens += ticket.prompt_tokens
+            self.counters.cached_tokens += read.cached
             self.rows[row], self._reading = ticket, None
 
     def _advance(self) -> bool:
@@ -262,8 +272,11 @@ class Loop:
             except Exception as error:  # of the tokenizer, which concerns this request alone
                 failure = error
             if taken:
+                new, finish = [token for token, _ in taken], taken[-1][1]
                 ticket.last = self.counters.take(len(taken), ticket.submitted, ticket.last)
-                ticket.feed.add([token for token, _ in taken], taken[-1][1])
+                if self._keeps and ticket.continues and finish in COMPLETE:  # first: then its client may go on
+                    self._device.keep(ticket.seen(new), self.rows.index(ticket))
+                ticket.feed.add(new, finish)
             if failure is not None:
                 ticket.feed.fail(failure)
             if ticket.feed.ended:

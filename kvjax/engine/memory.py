@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,8 +23,8 @@ UNITS = {
 }
 
 
-def bytes_of(memory: Any) -> int:
-    """A number of bytes, given as an integer or as a text such as "80GB" or "16GiB".
+def bytes_of(memory: Any, name: str = "memory") -> int:
+    """A number of bytes, given as an integer or as a text such as "80GB" or "16GiB". Messages call it `name`.
 
     Raises:
         ValueError: for anything else, and for less than one byte.
@@ -36,7 +35,7 @@ def bytes_of(memory: Any) -> int:
     else:
         count = float(memory) if is_integer(memory) else 0
     if not 1 <= count < 2**63:
-        raise ValueError(f"memory={shown(memory)}: expected {accepted}")
+        raise ValueError(f"{name}={shown(memory)}: expected {accepted}")
     return int(count)
 
 
@@ -47,7 +46,8 @@ class Footprint:
     Attributes:
         weights: of the model.
         row: of each row that the device holds: its cache, and the state of its answer.
-        prompt: of the request whose prompt is read: its cache before and after compression.
+        prompt: of the request whose prompt is read: its cache before and after compression. And of the row that is
+            copied to the host, if conversations are kept.
         workspace: of the largest program, beside its arguments and results: activations. Compilers decide it, so it is
             known once the programs are compiled, and 0 before that.
     """
@@ -64,9 +64,8 @@ class Footprint:
         Args:
             weights: bytes of the model on each device.
         """
-        sizes, policy, model = plans.sizes, plans.policy, 1 if plans.mesh is None else plans.mesh.size // plans.batch
-        length, new_tokens, dtype = sizes.max_prompt, sizes.max_new_tokens, plans.empty.dtype
-        planned = plan_cache(config, policy, batch=1, length=length, new_tokens=new_tokens, dtype=dtype)
+        sizes, model = plans.sizes, 1 if plans.mesh is None else plans.mesh.size // plans.batch
+        planned = planned_row(config, plans)
         cache = bytes_per_device(planned, config, model=model)
         small = sum(
             leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((planned.length, planned.rope, planned.pending))
@@ -74,7 +73,8 @@ class Footprint:
         # Tokens and log-probabilities, the tokens seen, end tokens, the key, the sampler, and what ends the answer.
         key = jax.eval_shape(jax.random.key, 0).dtype.itemsize
         answer = 8 * sizes.max_new_tokens + config.vocab_size + 4 * sizes.ends + key + (1 + 5 * 4) + (1 + 4 + 4)
-        return cls(weights, cache + small + answer, _reading(config, plans, model) + cache)
+        kept = cache if plans.keeps else 0
+        return cls(weights, cache + small + answer, _reading(config, plans, model) + cache + kept)
 
     def total(self, rows: int) -> int:
         """Returns the bytes with this number of rows on each device."""
@@ -100,22 +100,37 @@ class Footprint:
             )
 
 
+def planned_row(config: DecoderConfig, plans: Plans) -> KVCache:
+    """The shapes of the cache of a row."""
+    sizes, dtype = plans.sizes, plans.empty.dtype
+    return plan_cache(
+        config, plans.policy, batch=1, length=sizes.max_prompt, new_tokens=sizes.max_new_tokens, dtype=dtype
+    )
+
+
+def bytes_of_row(config: DecoderConfig, plans: Plans) -> int:
+    """The bytes of the cache of a row with all of its arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(planned_row(config, plans)))
+
+
 def _reading(config: DecoderConfig, plans: Plans, model: int) -> int:
-    """The bytes of a prompt's cache before compression, of the class that takes most."""
-    most = 0
-    for plan in map(plans.of_class, plans.sizes.classes):
-        held = []
+    """The bytes of a cache before compression, of the class of prompts that takes most."""
+
+    def nbytes(cache: KVCache, slots: tuple[int, ...]) -> int:
+        grown = jax.eval_shape(lambda cache: replace(cache, entries=cache.entries.grow(slots)), cache)
+        return bytes_per_device(grown, config, model=model)
+
+    most, row = 0, planned_row(config, plans)
+    for size in plans.sizes.classes:
+        plan, held = plans.of_class(size), 0
         if plan.chunk is not None:
-            held.append(plan.between.slots)
+            held += nbytes(plans.empty, plan.between.slots)
+            if size <= plans.sizes.padded(plans.most_after):  # after a conversation
+                most = max(most, nbytes(row, plans.between(size, row).slots))
         if plan.end.allocate:
-            held.append(plan.last(plans.empty).slots)
-        caches = (jax.eval_shape(partial(_with_slots, slots=slots), plans.empty) for slots in held)
-        most = max(most, sum(bytes_per_device(cache, config, model=model) for cache in caches))
+            held += nbytes(plans.empty, plan.last(plans.empty).slots)
+        most = max(most, held)
     return most
-
-
-def _with_slots(cache: KVCache, slots: tuple[int, ...]) -> KVCache:
-    return replace(cache, entries=cache.entries.grow(slots))
 
 
 def weights_per_device(params: Decoder) -> int:

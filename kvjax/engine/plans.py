@@ -35,6 +35,7 @@ class Plans:
         end: what happens at the end of a prompt.
         mesh: the devices; None for one.
         texts: token ids that the policy's score replays.
+        keeps: whether the caches of finished answers are kept, so that later requests continue them.
     """
 
     policy: Policy
@@ -43,14 +44,23 @@ class Plans:
     end: Ending
     mesh: Mesh | None
     texts: Texts
+    keeps: bool = False
 
     @classmethod
     def of(
-        cls, config: DecoderConfig, policy: Policy, sizes: Sizes, dtype: jnp.dtype, mesh: Mesh | None, texts: Texts
+        cls,
+        config: DecoderConfig,
+        policy: Policy,
+        sizes: Sizes,
+        dtype: jnp.dtype,
+        mesh: Mesh | None,
+        texts: Texts,
+        *,
+        keeps: bool = False,
     ) -> Plans:
         """The choices for a model, of which only the shapes matter."""
         empty = jax.eval_shape(lambda: KVCache.empty(config, policy, jnp.ones(1, jnp.int32), sizes.prompt, dtype))
-        return cls(policy, sizes, empty, ending(empty, "auto"), mesh, texts)
+        return cls(policy, sizes, empty, ending(empty, "auto"), mesh, texts, keeps)
 
     @property
     def batch(self) -> int:
@@ -89,11 +99,26 @@ class Plans:
         new = size if end.allocate else sizes.prompt
         return Plan(end, chunk, between, new, sizes.room, nothing, begins=True, longest=self.longest)
 
-    def after(self, size: int, row: KVCache) -> ReadPlan:
-        """Returns the choices for a question of a class that follows a stored prefix.
+    @property
+    def most_after(self) -> int:
+        """The most tokens that are read after a stored cache. A pool reads them in one piece."""
+        return self.sizes.max_prompt if self.keeps and not self.end.allocate else self.sizes.chunk
+
+    def between(self, size: int, row: KVCache) -> ReadPlan:
+        """Returns the choices for the chunks before the last one of a class of tokens that follow a stored cache.
 
         Args:
-            row: shapes of a row's cache, which the question leaves as they are.
+            row: shapes of a row's cache, all of whose slots may be occupied.
+        """
+        before = size - self.sizes.chunk
+        return plan_read(row, row.entries.bounds, new=before, room=0, compress=False, final=True)
+
+    def after(self, size: int, row: KVCache) -> ReadPlan:
+        """Returns the choices for the last chunk of tokens that follow a stored cache.
+
+        Args:
+            size: of the chunk.
+            row: shapes of a row's cache, which is what the chunk leaves.
         """
         end = ending(row, "auto")
         if not row.entries.preallocates:
@@ -101,7 +126,22 @@ class Plans:
         held = (self.longest + self.sizes.room,) * len(row.entries)  # more than any segment holds
         return plan_read(row, held, new=size, room=0, compress=end.compress, final=end.final)
 
-    def check_after(self, prefix: int, question: int, limit: int, row: KVCache) -> None:
+    def check(self, prompt: int, prefix: int | None, limit: int, row: KVCache) -> None:
+        """Raises TooLongError for a request that cannot be read from its beginning.
+
+        Args:
+            prompt: the number of its tokens.
+            prefix: the number of tokens before it; None if it has no prefix.
+            limit: the most tokens of the answer.
+            row: shapes of a row's cache.
+        """
+        if prefix is None:
+            check_length("prompt", prompt, "max_prompt", self.sizes.max_prompt)
+        else:
+            check_length("prompt after a prefix", prompt, "chunk", self.sizes.chunk)
+            self._check_after(prefix, prompt, limit, row)
+
+    def _check_after(self, prefix: int, question: int, limit: int, row: KVCache) -> None:
         """Raises TooLongError if a layer that grows has no room for a question and its answer after a prefix."""
         lengths: Any = np.array([prefix])
         layers, needed = len(row.entries), question + limit
@@ -127,3 +167,9 @@ class Plans:
     def begin(self) -> dict[str, Any]:
         """The static arguments of `begun` that do not depend on the model."""
         return {"policy": self.policy, "size": self.sizes.prompt, "dtype": self.empty.dtype, "mesh": self.mesh}
+
+
+def check_length(what: str, length: int, name: str, most: int) -> None:
+    """Raises TooLongError for a text with more tokens than the engine's setting `name` allows."""
+    if length > most:
+        raise TooLongError(f"the {what} has {length} tokens: expected at most {name}={most}")

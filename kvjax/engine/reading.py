@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,29 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.kv_cache import KVCache
-from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.policy import Policy
 from kvjax.reading.layers import logits_of, read
 from kvjax.reading.prompt import Batch, Pieces, complete, pieces
+from kvjax.reading.room import free_room, grown
 from kvjax.runtime.clock import Run
 
 from .plans import Plans
-from .prefixes import PrefixStore
+from .stored import CacheStore, Stored
 
-Read = tuple[Float[Array, "1 V"], KVCache]
+
+class Read(NamedTuple):
+    """What a request is admitted with.
+
+    Attributes:
+        logits: after its last token.
+        cache: of its row.
+        cached: the number of its tokens that a stored cache had seen.
+    """
+
+    logits: Float[Array, "1 V"]
+    cache: KVCache
+    cached: int = 0
 
 
 @partial(jax.jit, static_argnames=("config", "policy", "size", "dtype", "mesh"))
@@ -66,43 +78,61 @@ class Reader:
         """Adds the programs of prompts of every class, and returns the shapes of the logits and a row's cache.
 
         Args:
-            after: whether to add those that read a question after a stored prefix.
+            after: whether to add those that read tokens after a stored cache.
         """
         sizes = self.plans.sizes
         for size in sizes.classes:
-            logits, row = complete(self.prompt(np.zeros(size, np.int32)))
-        for size in sizes.classes if after else ():
-            if size <= sizes.chunk:
-                self._question(np.zeros(size, np.int32), row)
+            logits, row, _ = complete(self.prompt(np.zeros(size, np.int32)))
+        if after:
+            self.run(free_room, row)
+            for size in sizes.classes:
+                if size <= sizes.padded(self.plans.most_after):
+                    complete(self._after(np.zeros(size, np.int32), row))
         return logits, row
 
     def prompt(self, prompt: Int[np.ndarray, "N"]) -> Pieces[Read]:
-        """Reads a prompt, and returns the logits and the row's cache."""
+        """Reads a prompt."""
         batch = self._batch(prompt)
         cache = self.run(begun, self.put(batch.lengths), config=self.params.config, **self.plans.begin)
         plan = self.plans.of_class(self.plans.sizes.padded(prompt.size))
-        return pieces(self.params, cache, batch, plan, self.plans.texts, run=self.run, put=self.put)
+        return Read(*(yield from pieces(self.params, cache, batch, plan, self.plans.texts, run=self.run, put=self.put)))
 
-    def question(self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"], store: PrefixStore) -> Pieces[Read]:
+    def question(self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"], store: CacheStore) -> Pieces[Read]:
         """Reads a question after a prefix, which is read first unless it is stored."""
         key = store.key(prefix)
-        cache = store.get(key)
-        if cache is None:
-            _, cache = yield from self.prompt(prefix)
-            for leaf in jax.tree.leaves(cache):
-                leaf.copy_to_host_async()
-            yield
-            store.put(key, jax.tree.map(lambda x: fetch(x)[:1], cache))
+        stored = store.get(key)
+        if stored is not None:
+            cache, cached = self.plans.put_row(stored.cache), prefix.size
+            if stored.free is None:
+                stored.free = self.run(free_room, cache)
         else:
-            cache = self.plans.put_row(cache)
-        return self._question(prompt, cache)
+            _, cache, cached = yield from self.prompt(prefix)
+            stored = Stored(prefix.size, cache, self.run(free_room, cache))
+            stored.start()
+            yield
+            stored.settle()
+            store.put(key, stored)
+        return (yield from self._after(prompt, cache))._replace(cached=cached)
 
-    def _question(self, prompt: Int[np.ndarray, "N"], cache: KVCache) -> Read:
-        """The logits and the cache after a question, which changes the cache of a prefix in place."""
-        batch = self._batch(prompt)
-        plan = self.plans.after(batch.tokens.shape[1], cache)
-        hidden, cache = read(self.params, cache, *map(self.put, batch.arrays), plan=plan, run=self.run, owned=True)
-        return self.run(logits_of, self.params.head, hidden, mesh=self.plans.mesh), cache
+    def continued(self, tokens: Int[np.ndarray, "N"], stored: Stored) -> Pieces[Read]:
+        """Reads the tokens that follow those that a stored cache has seen."""
+        read = yield from self._after(tokens[stored.length :], self.plans.put_row(stored.cache))
+        return read._replace(cached=stored.length)
+
+    def _after(self, tokens: Int[np.ndarray, "N"], row: KVCache) -> Pieces[Read]:
+        """Reads tokens after those that a row has seen. Nobody else has the row, which changes in place."""
+        plans, size = self.plans, self.plans.sizes.padded(tokens.size)
+        *before, last = self._batch(tokens).chunks(plans.sizes.chunk)
+        after, cache = plans.after(last.tokens.shape[1], row), row
+        step = partial(read, self.params, run=self.run)
+        if before:
+            between = plans.between(size, row)
+            cache = self.run(grown, cache, size=between.slots)
+            for part in before:
+                _, cache = step(cache, *map(self.put, part.arrays), plan=between, owned=True)
+                yield
+        hidden, cache = step(cache, *map(self.put, last.arrays), plan=after, owned=not before)
+        return Read(self.run(logits_of, self.params.head, hidden, mesh=plans.mesh), cache)
 
     def _batch(self, prompt: Int[np.ndarray, "N"]) -> Batch:
         """A prompt for each part of the batch, padded to its class, or to whole chunks."""

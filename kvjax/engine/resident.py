@@ -20,6 +20,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import DATA, MODEL
 from kvjax.models import NONE_SUPPRESSED, Decoder, Suppressed
 from kvjax.plan import placed
+from kvjax.reading.room import free_room
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
 
 from .compiling import Programs
@@ -148,6 +149,13 @@ def _with_top(report: Int32[Array, "3 B 1"], logits: Float[Array, "B V"]) -> Int
 def place(resident: Resident, read: Resident, source: Int[Array, ""], row: Int[Array, ""]) -> Resident:
     """Writes row `source` of rows that have been read together into a row. Both have the same shapes, but for B."""
     return _on_devices(lambda resident, read: _put(resident, _row(read, source), row), resident, read)
+
+
+@jax.jit
+def taken(resident: Resident, row: Int[Array, ""]) -> tuple[KVCache, Int[Array, "B"]]:
+    """The cache of a row, for each part of the batch, and the number of tokens for which it has room."""
+    one = _on_devices(partial(_row, source=row), resident)
+    return one.decoding.cache, free_room(one.decoding.cache)
 
 
 def _put(resident: Resident, new: Resident, row: Int[Array, ""]) -> Resident:
@@ -299,6 +307,8 @@ def compile_rows(
     if (mesh := plans.mesh) is not None:
         resident = placed(resident, jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(resident)))
     programs.add("admit", admit, resident, row, logits, start, np.int32(0))
+    if plans.keeps:
+        programs.add("take", taken, resident, np.int32(0))
     leaves, tree = jax.tree.flatten(params)
     wanted = plans.put_rows(np.zeros(rows, bool))
     programs.add("advance", advance, leaves, resident, wanted, np.int32(0), tree=tree, at_once=at_once)

@@ -41,13 +41,13 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class Prefixes:
-    """The counts of the prefix store.
+class StoreCounts:
+    """The counts of a store: of prefixes, or of conversations.
 
     Attributes:
-        hits: requests whose prefix was stored.
-        misses: requests whose prefix had to be read.
-        nbytes: the size of the prefixes on the host.
+        hits: requests that have continued a cache of the store.
+        misses: requests whose prefix had to be read; or that have continued no cache of either store.
+        nbytes: the size of the caches on the host.
     """
 
     hits: int = 0
@@ -66,6 +66,7 @@ class Stats:
         requests: accepted requests.
         finished: the number of finished requests by reason: "end", "stop", "length", "cancelled", "failed".
         prompt_tokens: tokens of the prompts, and of the prefixes before them, of all requests that got a row.
+        cached_tokens: those of them that stored caches had seen.
         tokens: tokens of answers.
         steps: decode steps of all rows.
         seconds: since the start.
@@ -75,7 +76,8 @@ class Stats:
         queued: times from `submit` until the prompt begins to be read.
         whole: times from `submit` to the end of the answer, for whatever reason.
         cache_bytes: the size of the resident cache.
-        prefixes: what the prefix store has done.
+        prefixes: what the store of prefixes has done.
+        conversations: what the store of conversations has done.
     """
 
     rows: int
@@ -84,6 +86,7 @@ class Stats:
     requests: int
     finished: dict[str, int]
     prompt_tokens: int
+    cached_tokens: int
     tokens: int
     steps: int
     seconds: float
@@ -93,7 +96,8 @@ class Stats:
     queued: Histogram
     whole: Histogram
     cache_bytes: int
-    prefixes: Prefixes = Prefixes()
+    prefixes: StoreCounts = StoreCounts()
+    conversations: StoreCounts = StoreCounts()
 
     @property
     def tokens_per_second(self) -> float:
@@ -124,6 +128,7 @@ class Counters:
     requests: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     tokens: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
@@ -169,6 +174,7 @@ class Counters:
                 requests=self.requests,
                 finished=dict(self.finished),
                 prompt_tokens=self.prompt_tokens,
+                cached_tokens=self.cached_tokens,
                 tokens=self.tokens,
                 steps=self.steps,
                 seconds=time.perf_counter() - self.started,

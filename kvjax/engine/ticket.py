@@ -23,10 +23,11 @@ from kvjax.request.ends import EndTokens, end_tokens
 from kvjax.request.prompts import Prompt, is_single, rows_of
 from kvjax.request.request import AnswerOptions, check_answer, is_seed
 
-from .errors import TooLongError
 from .guide import Guide, Guided
 from .handle import Feed, Finish, Token, Top
+from .plans import check_length
 from .resident import Start
+from .reuse import joined
 from .sizes import Sizes
 
 
@@ -44,6 +45,7 @@ class Options:
     chat_template_kwargs: TemplateOptions = None
     shown_tokens: Sequence[str] = ()
     guide: Guide | None = None
+    reuse: bool = True
 
 
 @dataclass(eq=False)
@@ -61,6 +63,7 @@ class Ticket:
         shown: special tokens that the text names.
         guided: what the host has a part in; None for most requests.
         echoed: the tokens of a prompt that is scored; else none.
+        continues: whether it may continue a conversation, and later requests this one.
         feed: where the tokens go.
         submitted: the time of the request, of `time.perf_counter`.
         last: the time of its last token.
@@ -77,6 +80,7 @@ class Ticket:
     guided: Guided | None = None
     echoed: Int[np.ndarray, "N"] = field(default_factory=lambda: np.zeros(0, np.int32))
     prefix: Int[np.ndarray, "N"] | None = None
+    continues: bool = False
     feed: Feed = field(default_factory=Feed)
     submitted: float = field(default_factory=time.perf_counter)
     last: float | None = None
@@ -93,7 +97,7 @@ class Ticket:
         suppressed: Suppressed = NONE_SUPPRESSED,
         grammars: Grammars | None = None,
     ) -> Ticket:
-        """Checks a request to a model that never draws the tokens `suppressed`.
+        """Checks a request to a model that never draws the tokens `suppressed`, but for the length of its prompt.
 
         `grammars` compiles those of guides; None refuses guides.
 
@@ -106,18 +110,17 @@ class Ticket:
             raise ValueError(f"max_new_tokens={limit}: expected at most the engine's {sizes.max_new_tokens}")
         if not is_seed(options.seed):
             raise ValueError(f"seed={shown(options.seed)}: expected an integer of 64 bits")
-        if not isinstance(options.log_probs, bool):
-            raise ValueError(f"log_probs={shown(options.log_probs)}: expected True or False")
+        for name in ("log_probs", "reuse"):
+            if not isinstance(value := getattr(options, name), bool):
+                raise ValueError(f"{name}={shown(value)}: expected True or False")
         row_of = partial(
             _row, tokenizer=tokenizer, vocab_size=vocab_size, chat_template_kwargs=options.chat_template_kwargs
         )
         prefix = None
         if options.prefix is not None:
             prefix = row_of("prefix", options.prefix, begins=True, answered=False)
-            _check_length("prefix", prefix.size, "max_prompt", sizes.max_prompt)
+            check_length("prefix", prefix.size, "max_prompt", sizes.max_prompt)
         row = row_of("prompt", prompt, begins=prefix is None, answered=True)
-        name, most = ("max_prompt", sizes.max_prompt) if prefix is None else ("chunk", sizes.chunk)
-        _check_length("prompt" if prefix is None else "prompt after a prefix", row.size, name, most)
         echoed = row[:0]
         if options.guide is not None and options.guide.echo:
             if prefix is not None or options.stop:
@@ -125,7 +128,7 @@ class Ticket:
                     "echo=True with a prefix or stop strings: expected neither, because it scores the prompt"
                 )
             row, echoed, limit = row[:1], row, limit + row.size - 1
-            _check_length("prompt that is scored, and its answer", limit, "max_new_tokens", sizes.max_new_tokens)
+            check_length("prompt that is scored, and its answer", limit, "max_new_tokens", sizes.max_new_tokens)
         stops = stop_strings(options.stop, tokenizer)
         sampler = options.sampler or Greedy()
         ends = end_tokens(options.eos, (), 1)
@@ -159,12 +162,18 @@ class Ticket:
             guided=guided,
             echoed=echoed,
             prefix=prefix,
+            continues=options.reuse and not echoed.size,
         )
 
     @property
     def prompt_tokens(self) -> int:
         """The number of tokens of prefix and prompt."""
         return self.prompt.size + (0 if self.prefix is None else self.prefix.size)
+
+    def seen(self, new: Sequence[Token]) -> Int[np.ndarray, "N"]:
+        """The tokens that the row's cache has seen once the answer ends with new ones: the last one has no entry."""
+        answer = np.array([token.id for token in (*self.feed.tokens, *new)], np.int32)
+        return np.concatenate([joined(self.prefix, self.prompt), answer[:-1]])
 
     def take(
         self, tokens: Sequence[int], log_probs: Sequence[float], active: bool, top: Sequence[np.int32] = ()
@@ -208,8 +217,3 @@ def _row(name: str, prompt: Prompt, tokenizer: Any, vocab_size: int, **options: 
     if not is_single(prompt) or len(rows) != 1:
         raise ValueError(f"the {name} has {len(rows)} rows: expected one prompt per request, without a batch axis")
     return rows[0].astype(np.int32)
-
-
-def _check_length(what: str, length: int, name: str, most: int) -> None:
-    if length > most:
-        raise TooLongError(f"the {what} has {length} tokens: expected at most {name}={most}")

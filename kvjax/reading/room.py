@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.attend import ReadPlan
-from kvjax.cache import Entries, Usage
+from kvjax.cache import UNLIMITED, Entries, Usage
 from kvjax.checks import LARGEST, check_type, is_integer, shown
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
@@ -172,8 +172,14 @@ def check_room(cache: KVCache, new: int) -> None:
 
 def lacks_room(cache: KVCache, lengths: Int[Array, "B"]) -> Bool[Array, "B"]:
     """Returns whether a layer or head that grows cannot take the new tokens of a row."""
+    return free_room(cache) < lengths
+
+
+@jax.jit
+def free_room(cache: KVCache) -> Int[Array, "B"]:
+    """Returns the number of tokens that every layer and head of a row can take; UNLIMITED if none grows."""
     filling = np.array(cache.entries.filling(cache.grows, cache.windows))
-    return jnp.any((cache.entries.usage().free < lengths[:, None]) & filling, axis=1)
+    return jnp.min(jnp.where(filling, cache.entries.usage().free, UNLIMITED), axis=1)
 
 
 def check_reading(chunk: int | None, compress: Compress) -> None:

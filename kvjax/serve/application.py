@@ -21,14 +21,16 @@ from starlette.routing import Route
 from kvjax.checks import shown
 from kvjax.engine import Engine
 
-from .asking import Asked, ask, unless_gone
+from .asking import Asked, Wanted, ask, unless_gone
 from .chat import Chat
 from .dialects import Template
 from .documents import Chats, Completions, Form
 from .errors import ApiError, gone, told, unexpected, unrouted
 from .gate import Gate
 from .metrics import registry_of
+from .outputs import Outputs
 from .parsing import parse
+from .responses import Responses
 from .schema import Completion
 from .settings import Settings
 from .streaming import Events
@@ -60,12 +62,12 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
             message = f"there is no model {shown(name)}: expected {settings.model!r}, the model of this server"
             raise ApiError(404, message, "model", "model_not_found")
 
-    async def asked_for(request: Request, kind: type[Completion] | type[Chat]) -> Asked:
+    async def asked_for(request: Request, kind: type[Wanted]) -> Asked:
         body = parse(kind, await received(request))
         check_model(body.model)
         return await ask(engine, body, settings.sampler, template)
 
-    def answering(kind: type[Completion] | type[Chat], form: Form) -> Endpoint:
+    def answering(kind: type[Wanted], form: Form) -> Endpoint:
         async def answer(request: Request) -> Response:
             asked = await asked_for(request, kind)
             if asked.stream is not None:
@@ -110,6 +112,7 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
     posts = {
         "/v1/completions": answering(Completion, Completions(settings.model)),
         "/v1/chat/completions": answering(Chat, Chats(settings.model)),
+        "/v1/responses": answering(Responses, Outputs(settings.model)),
         "/tokenize": turning(Tokenize, tokenized),
         "/detokenize": turning(Detokenize, detokenized),
     }

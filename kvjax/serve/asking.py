@@ -8,10 +8,10 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -23,7 +23,10 @@ from .chat import Chat
 from .dialects import Reading, Template
 from .errors import ApiError, closing
 from .pieces import Piece, Pieces
+from .responses import Responses
 from .schema import Completion, StreamOptions
+
+Wanted: TypeAlias = Completion | Chat | Responses
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,12 @@ class Asked:
 
     Attributes:
         handles: prompt 0's answers, then prompt 1's.
-        prompt_tokens: the number of tokens of all prompts, each counted once.
+        count: the number of answers to each prompt.
         seed: the seed of the first answer of each prompt.
         log_probs: whether tokens have log-probabilities.
         top: the number of most probable tokens that each token comes with.
         stream: None, or the options of the stream of the answers.
+        repeated: fields of the request that the answer repeats.
         reading: how the answers are read.
         tokenizer: that of the engine.
         id: names the answer.
@@ -44,20 +48,27 @@ class Asked:
     """
 
     handles: Sequence[Handle]
-    prompt_tokens: int
+    count: int
     seed: int
     log_probs: bool
     top: int
     stream: StreamOptions | None
     reading: Reading
+    repeated: Mapping[str, Any]
     tokenizer: Any = field(repr=False)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def usage(self, tokens: int) -> dict[str, Any]:
-        """The number of tokens of the prompts and of the answers."""
-        prompts = self.prompt_tokens
-        return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
+        """The number of tokens of the prompts, each counted once, and of the answers."""
+        first = self.handles[:: self.count]
+        prompts = sum(max(one.prompt_tokens, one.echoed.size) for one in first)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": tokens,
+            "total_tokens": prompts + tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in first)},
+        }
 
     def pieces(self) -> list[Pieces]:
         """The makers of each answer's pieces."""
@@ -87,6 +98,8 @@ def ending_is_told() -> Iterator[None]:
         raise ApiError(422, str(error), code="not_finite") from None
     except GrammarError as error:
         raise ApiError(422, str(error), code="grammar") from None
+    except TooLongError as error:  # the conversation that it was to continue has left the store meanwhile
+        raise _too_long(error) from None
     except EngineClosedError:
         raise closing() from None
 
@@ -101,7 +114,7 @@ def freed(asked: Asked) -> Iterator[None]:
             handle.cancel()
 
 
-async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMethod, template: Template) -> Asked:
+async def ask(engine: Engine, request: Wanted, sampler: SamplingMethod, template: Template) -> Asked:
     """Submits all prompts of a request.
 
     Args:
@@ -128,6 +141,7 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
             prefix=request.stored,
             chat_template_kwargs=request.template_options,
             guide=guide,
+            reuse=request.cache_prompt is not False,
             shown_tokens=reading.markers if request.skip_special_tokens is not False else template.special_tokens,
         )
     except ValueError as error:  # of the sampler, the template and the grammar
@@ -136,7 +150,7 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
         message = "grammars, biases, penalties and top log-probabilities: expected a server without --no-guided"
         raise ApiError(400, message, code="not_supported")
     seed, gone = secrets.randbits(48) if request.seed is None else request.seed, threading.Event()
-    count = request.n or 1
+    count = request.count
     prompts = [prompt for prompt in request.prompts for _ in range(count)]
     seeds = [(seed + i % count + 2**63) % 2**64 - 2**63 for i in range(len(prompts))]  # of 64 bits
     handles: list[Handle] = []
@@ -154,12 +168,13 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
         raise _told(error, request) from None
     return Asked(
         handles,
-        prompt_tokens=sum(max(one.prompt_tokens, one.echoed.size) for one in handles[::count]),
+        count=count,
         seed=seed,
         log_probs=request.log_probs,
         top=request.top,
         stream=request.stream_options or StreamOptions() if request.stream else None,
         reading=reading,
+        repeated=request.repeated,
         tokenizer=engine.tokenizer,
     )
 
@@ -169,10 +184,9 @@ def _cancel(handles: Sequence[Handle]) -> None:
         handle.cancel()
 
 
-def _told(error: BaseException, request: Completion | Chat) -> BaseException:
+def _told(error: BaseException, request: Wanted) -> BaseException:
     if isinstance(error, TooLongError):
-        message = f"{error}; this is the maximum context length of the server"
-        return ApiError(400, message, _field(error, request), "context_length_exceeded")
+        return _too_long(error, _field(error, request))
     if isinstance(error, GrammarError):
         return ApiError(400, str(error), _formed_by(request), "invalid_value")
     if isinstance(error, ValueError):
@@ -184,14 +198,19 @@ def _told(error: BaseException, request: Completion | Chat) -> BaseException:
     return error
 
 
-def _formed_by(request: Completion | Chat) -> str:
+def _too_long(error: TooLongError, field: str | None = None) -> ApiError:
+    message = f"{error}; this is the maximum context length of the server"
+    return ApiError(400, message, field, "context_length_exceeded")
+
+
+def _formed_by(request: Wanted) -> str:
     """The field from which the grammar of a request follows."""
     if request.is_formed:
-        return "response_format" if request.regex is None else "regex"
+        return request.formed_by if request.regex is None else "regex"
     return "tools"
 
 
-def _field(error: ValueError, request: Completion | Chat) -> str:
+def _field(error: ValueError, request: Wanted) -> str:
     """The field that an error of the engine is about: the one that its message begins with, or the prompt."""
     begins = re.match(r"(?:the )?(\w+)", str(error))
     return begins[1] if begins is not None and begins[1] in type(request).model_fields else request.asks_by

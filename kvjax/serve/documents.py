@@ -5,13 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from kvjax.decoding.spelling import alone
 
 from .asking import Asked
 from .dividing import Said
+from .errors import ApiError
 from .pieces import Piece
+from .schema import StreamOptions
+
+Documents = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -28,17 +32,46 @@ class Form(ABC):
     def whole(self, asked: Asked, answers: Sequence[Piece]) -> dict[str, Any]:
         """The document of a request that does not stream."""
 
-    def opening(self, asked: Asked) -> list[dict[str, Any]]:
-        """The documents before the first piece of a stream."""
-        return []
+    @abstractmethod
+    def stream(self, asked: Asked) -> Stream:
+        """What writes the documents of a request that streams."""
+
+
+class Stream(ABC):
+    """Writes the documents of one stream, in the order of its events."""
+
+    ends: ClassVar[bytes] = b""  # the last event
+
+    @abstractmethod
+    def opening(self) -> Documents:
+        """The documents before the first piece."""
+
+    @abstractmethod
+    def add(self, index: int, piece: Piece) -> Documents:
+        """The documents of a piece of answer `index`."""
+
+    @abstractmethod
+    def closing(self) -> Documents:
+        """The documents after the last piece."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The document of an error, after which the stream ends."""
+
+
+class ChoiceForm(Form):
+    """The form of answers that are choices."""
 
     @abstractmethod
     def piece(self, asked: Asked, index: int, piece: Piece) -> dict[str, Any]:
         """The document of a piece."""
 
-    def usage(self, asked: Asked) -> dict[str, Any]:
-        """The document of a stream that has the usage, but for that."""
-        return self.piece(asked, 0, Piece(Said(), 0, ())) | {"choices": []}
+    def opening(self, asked: Asked) -> Documents:
+        """The documents before the first piece of a stream."""
+        return []
+
+    def stream(self, asked: Asked) -> Stream:
+        return Chunks(self, asked)
 
     def _document(self, asked: Asked, kind: str, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -51,12 +84,39 @@ class Form(ABC):
         }
 
 
+class Chunks(Stream):
+    """A stream of choices, one document per piece. The usage comes with them or after them, as the client asks."""
+
+    ends = b"data: [DONE]\n\n"
+
+    def __init__(self, form: ChoiceForm, asked: Asked) -> None:
+        self._form, self._asked = form, asked
+        self._options, self._tokens = asked.stream or StreamOptions(), 0
+
+    def opening(self) -> Documents:
+        return self._form.opening(self._asked)
+
+    def add(self, index: int, piece: Piece) -> Documents:
+        self._tokens += piece.tokens
+        return [self._form.piece(self._asked, index, piece) | self._usage(self._options.continuous_usage_stats)]
+
+    def closing(self) -> Documents:
+        last = self._form.piece(self._asked, 0, Piece(Said(), 0, ())) | {"choices": []}
+        return [last | self._usage(True)] if self._options.include_usage else []
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        return error.document
+
+    def _usage(self, wanted: bool | None) -> dict[str, Any]:
+        return {"usage": self._asked.usage(self._tokens)} if wanted else {}
+
+
 def _counted(answers: Sequence[Piece]) -> int:
     return sum(answer.tokens for answer in answers)
 
 
 @dataclass(frozen=True)
-class Completions(Form):
+class Completions(ChoiceForm):
     """The form of `/v1/completions`."""
 
     def whole(self, asked: Asked, answers: Sequence[Piece]) -> dict[str, Any]:
@@ -91,7 +151,7 @@ class Completions(Form):
 
 
 @dataclass(frozen=True)
-class Chats(Form):
+class Chats(ChoiceForm):
     """The form of `/v1/chat/completions`."""
 
     def whole(self, asked: Asked, answers: Sequence[Piece]) -> dict[str, Any]:
@@ -106,7 +166,7 @@ class Chats(Form):
         ]
         return self._document(asked, "chatcmpl", "chat.completion", choices) | {"usage": asked.usage(_counted(answers))}
 
-    def opening(self, asked: Asked) -> list[dict[str, Any]]:
+    def opening(self, asked: Asked) -> Documents:
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(asked, i, delta, None, None) for i in range(len(asked.handles))]
 
@@ -149,19 +209,21 @@ class Chats(Form):
         return self._document(asked, "chatcmpl", "chat.completion.chunk", [choice])
 
     def _log_probs(self, asked: Asked, piece: Piece) -> dict[str, Any] | None:
-        if not asked.log_probs:
-            return None
-        content = [
-            {
-                "token": token.text,
-                "bytes": list(token.data),
-                "logprob": token.log_prob,
-                "top_logprobs": [self._other(alone(asked.tokenizer, i), log_prob) for i, log_prob in top],
-            }
-            for token, top in zip(piece.spelled, piece.top, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": spelled(asked, piece), "refusal": None} if asked.log_probs else None
 
-    @staticmethod
-    def _other(text: str, log_prob: float) -> dict[str, Any]:
+
+def spelled(asked: Asked, piece: Piece) -> Documents:
+    """The tokens of a piece with their log-probabilities, and the most probable tokens in the place of each."""
+
+    def other(text: str, log_prob: float) -> dict[str, Any]:
         return {"token": text, "bytes": list(text.encode()), "logprob": log_prob}
+
+    return [
+        {
+            "token": token.text,
+            "bytes": list(token.data),
+            "logprob": token.log_prob,
+            "top_logprobs": [other(alone(asked.tokenizer, i), log_prob) for i, log_prob in top],
+        }
+        for token, top in zip(piece.spelled, piece.top, strict=True)
+    ]

@@ -75,6 +75,11 @@ class Called(Strict):
     name: Name
     arguments: Annotated[str, AfterValidator(_object), Field(description="a string that is a JSON object")]
 
+    def document_of(self, call_id: str) -> dict[str, Any]:
+        """The call as chat templates read it: its arguments are an object."""
+        arguments = from_json(self.arguments, allow_inf_nan=False)
+        return {"id": call_id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+
 
 class ToolCall(Strict):
     """A call in a message of the model."""
@@ -86,13 +91,8 @@ class ToolCall(Strict):
 
     @property
     def document(self) -> dict[str, Any]:
-        """The call as chat templates read it: its arguments are an object."""
-        arguments = from_json(self.function.arguments, allow_inf_nan=False)
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.function.name, "arguments": arguments},
-        }
+        """The call as chat templates read it."""
+        return self.function.document_of(self.id)
 
 
 Tools = Annotated[

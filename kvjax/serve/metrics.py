@@ -39,18 +39,23 @@ def gauges(stats: Stats) -> list[Named]:
         Named(None, "kv_cache_usage_perc", "Share of the rows that have a request.", stats.rows_busy / stats.rows),
         Named("cache_bytes", None, "Size of the resident cache in bytes.", stats.cache_bytes),
         Named("prefix_bytes", None, "Size of the stored prefixes in bytes.", stats.prefixes.nbytes),
+        Named("conversation_bytes", None, "Size of the kept conversations in bytes.", stats.conversations.nbytes),
     ]
 
 
 def counters(stats: Stats) -> list[Named]:
     """Numbers that rise."""
-    prefixes = stats.prefixes
+    prefixes, conversations = stats.prefixes, stats.conversations
     return [
         Named("requests", None, "Accepted requests.", stats.requests),
-        Named("prompt_tokens", "prompt_tokens", "Tokens of prompts that were read.", stats.prompt_tokens),
+        Named("prompt_tokens", "prompt_tokens", "Tokens of prompts.", stats.prompt_tokens),
+        Named(None, "prefix_cache_queries", "Tokens of prompts.", stats.prompt_tokens),
+        Named("cached_tokens", "prefix_cache_hits", "Tokens of prompts that caches had seen.", stats.cached_tokens),
         Named("tokens", "generation_tokens", "Tokens of answers.", stats.tokens),
         Named("prefix_hits", None, "Requests whose prefix was stored.", prefixes.hits),
         Named("prefix_misses", None, "Requests whose prefix was read.", prefixes.misses),
+        Named("conversation_hits", None, "Requests that continued a conversation.", conversations.hits),
+        Named("conversation_misses", None, "Requests that continued nothing.", conversations.misses),
         Named("steps", None, "Decode steps of all rows.", stats.steps),
         Named("busy_seconds", None, "Seconds during which there was work.", stats.busy_seconds),
     ]

@@ -60,10 +60,9 @@ class StreamOptions(Strict):
 
 
 class Common(Strict):
-    """The fields that completions and chats have in common.
+    """The fields that all requests for answers have in common.
 
     Attributes:
-        n: the number of answers to each prompt. Answer i has the seed `seed` + i.
         seed: determines the draws. Without it the server draws a seed; the answer says which.
         stop: an empty string is none.
         top_k, min_p, repetition_penalty, ignore_eos: not in OpenAI's API. See `kvjax.Sampler`.
@@ -71,10 +70,13 @@ class Common(Strict):
         regex: not in OpenAI's API: a regular expression that the content matches as a whole.
         stop_token_ids: not in OpenAI's API: tokens that end the answer too.
         skip_special_tokens: not in OpenAI's API: false has answers name special tokens, but for end tokens.
+        cache_prompt: not in OpenAI's API: false has the request continue no conversation, and no other continue it.
     """
 
+    asks_by: ClassVar[str]  # the field of the prompt
+    formed_by: ClassVar[str]  # and that of the form of the content
+
     model: Annotated[str, Field(description="the name of the model, a string")]
-    n: Most16 = 1
     stream: Flag = False
     stream_options: Annotated[StreamOptions | None, Field(description="an object")] = None
     temperature: Temperature = None
@@ -91,13 +93,13 @@ class Common(Strict):
     frequency_penalty: Subtracted = None
     presence_penalty: Subtracted = None
     logit_bias: Bias = None
-    response_format: Annotated[ResponseFormat | None, Field(description="an object with a type")] = None
     regex: Annotated[Text | None, Field(description="a regular expression, not empty")] = None
     stop_token_ids: Annotated[
         Annotated[list[Annotated[Integer, Field(ge=0, lt=2**31)]], Field(max_length=16, fail_fast=True)] | None,
         Field(description="a list of at most 16 token ids"),
     ] = None
     skip_special_tokens: Flag = True
+    cache_prompt: Flag = True
     # accepted, because they do not change an answer
     user: String = None
     metadata: Object = None
@@ -105,7 +107,6 @@ class Common(Strict):
     service_tier: String = None
     safety_identifier: String = None
     prompt_cache_key: String = None
-    cache_prompt: Flag = None
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Common:
@@ -114,9 +115,19 @@ class Common(Strict):
         return self
 
     @property
+    def count(self) -> int:
+        """The number of answers to each prompt."""
+        return 1
+
+    @property
     def content_schema(self) -> dict[str, Any] | None:
         """The JSON schema of the content; None for text."""
-        return None if self.response_format is None else self.response_format.schema_
+        raise NotImplementedError
+
+    @property
+    def repeated(self) -> dict[str, Any]:
+        """The fields that the answer repeats."""
+        return {}
 
     def written(self, writer: Writer) -> str:
         """The expression of the content in a grammar. The content must have a form."""
@@ -173,7 +184,29 @@ class Common(Strict):
         return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if stop]
 
 
-class Completion(Common):
+class Choices(Common):
+    """A request whose answers are choices.
+
+    Attributes:
+        n: the number of answers to each prompt. Answer i has the seed `seed` + i.
+        response_format: the form of the content.
+    """
+
+    formed_by: ClassVar[str] = "response_format"
+
+    n: Most16 = 1
+    response_format: Annotated[ResponseFormat | None, Field(description="an object with a type")] = None
+
+    @property
+    def count(self) -> int:
+        return self.n or 1
+
+    @property
+    def content_schema(self) -> dict[str, Any] | None:
+        return None if self.response_format is None else self.response_format.schema_
+
+
+class Completion(Choices):
     """A request for `/v1/completions`.
 
     Attributes:

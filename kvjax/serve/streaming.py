@@ -16,10 +16,9 @@ from starlette.types import Receive, Scope, Send
 from kvjax.engine import Finish, Handle, Token
 
 from .asking import Asked, check_finished, ending_is_told, freed
-from .documents import Form
+from .documents import Form, Stream
 from .errors import ApiError, logger
 from .pieces import Piece, Pieces
-from .schema import StreamOptions
 
 Event = tuple[int, Piece | None, Finish | None]
 
@@ -28,7 +27,7 @@ class Events(StreamingResponse):
     """The events of a request. Its rows are free when the last one has been sent, or the client is gone."""
 
     def __init__(self, form: Form, asked: Asked, timeout: float) -> None:
-        stream = _events(form, asked, timeout)
+        stream = _events(form.stream(asked), asked, timeout)
         super().__init__(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._asked = asked
 
@@ -38,24 +37,24 @@ class Events(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _events(form: Form, asked: Asked, timeout: float) -> AsyncIterator[bytes]:
+async def _events(stream: Stream, asked: Asked, timeout: float) -> AsyncIterator[bytes]:
     """The events of a request. An error after the first one is an event of its own, after which the stream ends."""
     try:
-        for document in form.opening(asked):
+        for document in stream.opening():
             yield _event(document)
-        options, tokens = asked.stream or StreamOptions(), 0
         async for index, piece in _merged(asked, timeout):
-            tokens += piece.tokens
-            usage = {"usage": asked.usage(tokens)} if options.continuous_usage_stats else {}
-            yield _event(form.piece(asked, index, piece) | usage)
-        if options.include_usage:
-            yield _event(form.usage(asked) | {"usage": asked.usage(tokens)})
-        yield b"data: [DONE]\n\n"
+            for document in stream.add(index, piece):
+                yield _event(document)
+        for document in stream.closing():
+            yield _event(document)
+        if stream.ends:
+            yield stream.ends
     except ApiError as error:
-        yield _event(error.document)
+        yield _event(stream.failed(error))
     except Exception as error:
         logger.error("a stream failed", exc_info=error)
-        yield _event(ApiError(500, "the server made a mistake; its log says more", code="internal_error").document)
+        mistake = ApiError(500, "the server made a mistake; its log says more", code="internal_error")
+        yield _event(stream.failed(mistake))
 
 
 async def _merged(asked: Asked, timeout: float) -> AsyncIterator[tuple[int, Piece]]:
@@ -104,4 +103,5 @@ async def _follow(index: int, handle: Handle, pieces: Pieces, queue: asyncio.Que
 
 
 def _event(document: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(document, ensure_ascii=False)}\n\n".encode()
+    named = f"event: {document['type']}\n" if "type" in document else ""
+    return f"{named}data: {json.dumps(document, ensure_ascii=False)}\n\n".encode()

@@ -34,7 +34,7 @@ def test_followers_do_what_the_leader_does(fails: bool) -> None:
     """Also after a prompt that was not read to its end, and until the leader fails."""
     notes, others, messages = Notes(), Notes(), Messages()
     leader = Leader(notes, messages)
-    loop = Loop(leader, SIZES.rows, 8, at_once=4)
+    loop = Loop(leader, SIZES.rows, 8, at_once=4, keeps=True)
     unread, *requests = ticket(64), ticket(40, limit=3), ticket(2, limit=5)
     loop.submit([unread])
     loop.turn()
@@ -77,9 +77,12 @@ def test_two_processes_answer_as_one(data: int, model: int, policy: str) -> None
     assert found["tokens"] == [one.tokens[0].tolist() for one in alone]
     read = kvjax.prefill(params, [8] * 20, policy=policy)
     assert found["prefixed"] == [kvjax.generate(params, [3, 4], cache=read, max_new_tokens=5).tokens[0].tolist()] * 3
+    begun = kvjax.generate(params, [3, 1, 4], policy=policy, max_new_tokens=6, eos=())
+    later = kvjax.generate(params, [5], cache=begun.cache, max_new_tokens=6, eos=())
+    assert found["later"] == [8, later.tokens[0].tolist()]
     assert found["cancelled"] == "cancelled"
     finish, text, whole = found["stopped"]
     assert finish == "stop"
     assert whole.startswith(text)
     assert len(text) < len(whole)
-    assert found["finished"] == {"length": 9, "stop": 1, "cancelled": 1}
+    assert found["finished"] == {"length": 11, "stop": 1, "cancelled": 1}

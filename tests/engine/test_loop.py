@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from kvjax.decoding.row_text import RowText
-from kvjax.engine import EngineClosedError
+from kvjax.engine import EngineClosedError, TooLongError
 from kvjax.engine.handle import Bell
 from kvjax.engine.loop import Loop
+from kvjax.engine.reading import Read
 from kvjax.engine.sizes import Sizes
 from kvjax.engine.ticket import Options, Ticket
 
@@ -30,12 +31,14 @@ class Notes:
         self.limits = np.zeros(2, np.int32)
         self.fails = False
 
-    def read(self, prompt: np.ndarray, prefix: None) -> Generator[None, None, Any]:
+    def read(self, prompt: np.ndarray, prefix: None, limit: int, continues: bool) -> Generator[None, None, Any]:
+        if prompt.size > SIZES.max_prompt:
+            raise TooLongError
         for _ in range(SIZES.chunks(prompt.size) - 1):
             self.done.append("chunk")
             yield
         self.done.append("chunk")
-        return ()
+        return Read((), (), cached=prompt.size // 2)
 
     def admit(self, read: Any, start: Any, row: int, guides: Any = None) -> np.ndarray:
         self.done.append(f"admit {row}")
@@ -50,6 +53,9 @@ class Notes:
         tokens = self.counts[:, None] + np.arange(1, 1 + self.at_once, dtype=np.int32)
         self.counts = np.minimum(self.counts + steps, self.limits)
         return self.report(tokens), steps
+
+    def keep(self, tokens: np.ndarray, row: int) -> None:
+        self.done.append(f"keep {row}: {tokens.tolist()}")
 
     def report(self, tokens: np.ndarray) -> np.ndarray:
         active = np.broadcast_to(self.counts < self.limits, tokens.shape[::-1]).T
@@ -187,6 +193,44 @@ def test_an_error_of_the_text_ends_its_request_alone(notes: Notes, at_once: int)
     assert loop.counters.finished == {"failed": 1, "length": 1}
 
 
+def test_complete_answers_are_kept_before_their_clients_are_told(notes: Notes) -> None:
+    """Not those that were cancelled, or that a stop string ended: their rows may have gone on."""
+
+    class Stopping(RowText):
+        stopped = False
+
+        def __init__(self) -> None: ...
+
+        def add(self, token: int, *, last: bool) -> str:
+            self.stopped = token == 2
+            return ""
+
+    loop = Loop(notes, 2, 8, at_once=1, keeps=True)
+    complete, stopped, cancelled, alone = ticket(2, limit=3), ticket(1), ticket(1), ticket(1, limit=2)
+    stopped.text, alone.continues = Stopping(), False
+    complete.feed.listeners.append(lambda: notes.done.append("told"))
+    for one in (complete, stopped, cancelled, alone):
+        loop.submit([one])
+    while loop.busy or loop.waiting:
+        loop.turn()
+        if cancelled.feed.tokens:
+            loop.cancel(cancelled)
+    finished = [one.feed.finish for one in (complete, stopped, cancelled, alone)]
+    assert finished == ["length", "stop", "cancelled", "length"]
+    (kept,) = [i for i, what in enumerate(notes.done) if what.startswith("keep")]
+    assert notes.done[kept : kept + 2] == ["keep 0: [1, 1, 1, 2]", "told"]
+
+
+def test_a_conversation_that_has_left_fails_its_request_alone(notes: Notes) -> None:
+    loop, one, other = Loop(notes, 2, 8, at_once=1), ticket(99), ticket(1, limit=2)
+    loop.submit([one])
+    loop.submit([other])
+    loop.close(drain=True)
+    loop.run()
+    assert isinstance(one.feed.error, TooLongError)
+    assert loop.counters.finished == {"failed": 1, "length": 1}
+
+
 def test_close_waits_or_cancels(notes: Notes) -> None:
     for drain, finish, tokens in ((True, "length", 5), (False, "cancelled", 1)):
         loop = Loop(notes, 2, 8, at_once=1)
@@ -210,7 +254,7 @@ def test_counts_and_histograms(loop: Loop) -> None:
     stats = loop.counters.snapshot(rows=2, rows_busy=0, queue=0, cache_bytes=1)
     assert stats.requests == 3
     assert stats.finished == {"length": 3}
-    assert (stats.prompt_tokens, stats.tokens) == (60, 9)
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.tokens) == (60, 30, 9)
     assert stats.first_token.count == 3
     assert stats.between_tokens.count == 6
     assert stats.tokens_per_second == 9 / stats.busy_seconds

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine.prefixes import PrefixStore
-from kvjax.engine.sizes import Sizes
+from kvjax.engine.stored import CacheStore
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from tests.engine.test_tokens import KINDS
@@ -59,50 +58,6 @@ def test_policies_that_must_see_the_question_are_refused_by_name(policy: str, pa
         kvjax.Engine(tiny, policy, **SIZES, prefix_memory="1MB")
 
 
-def test_the_least_recently_used_prefix_leaves(tiny: Decoder) -> None:
-    policy = parse("h2o:budget=12")
-    cache = kvjax.prefill(tiny, [1, 2, 3], policy=policy)
-    host = jax.device_get(cache)
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(host))
-    store = PrefixStore(tiny, policy, Sizes.of(1, 16, 8), memory=2 * size, folder=None)
-    keys = [store.key(np.arange(n)) for n in (1, 2, 3)]
-    assert len(set(keys)) == 3
-    assert store.get(keys[0]) is None
-    store.put(keys[0], host)
-    store.put(keys[1], host)
-    assert store.get(keys[0]) is host
-    store.put(keys[2], host)
-    assert store.get(keys[1]) is None
-    assert store.get(keys[0]) is host
-    assert (store.hits, store.misses, store.nbytes) == (2, 2, 2 * size)
-
-
-def test_prefixes_on_disk_serve_later_engines(tiny: Decoder, tmp_path: Path) -> None:
-    policy, sizes = parse("h2o:budget=12"), Sizes.of(1, 16, 8)
-    host = jax.device_get(kvjax.prefill(tiny, [1, 2, 3], policy=policy))
-
-    def store(sizes: Sizes = sizes) -> PrefixStore:
-        return PrefixStore(tiny, policy, sizes, memory=10**6, folder=tmp_path)
-
-    key = store().key(np.arange(3))
-    store().put(key, host)
-    later = store()
-    found = later.get(key)
-    assert found is not None
-    assert jax.tree.structure(found) == jax.tree.structure(host)
-    assert all(map(np.array_equal, jax.tree.leaves(found), jax.tree.leaves(host)))
-    assert (later.hits, later.misses) == (1, 0)
-    assert store(Sizes.of(1, 32, 8)).key(np.arange(3)) != key
-    damaged = next(
-        path for path in (tmp_path / key / "arrays").rglob("*") if path.is_file() and path.stat().st_size > 99
-    )
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    again = store()
-    assert again.get(key) is None
-    assert (again.hits, again.misses) == (0, 1)
-    assert not (tmp_path / key).exists()
-
-
 def test_engines_of_two_policies_share_a_folder(tiny: Decoder, tmp_path: Path) -> None:
     document, question = RNG.integers(0, 101, 28).tolist(), [3, 4, 5]
     for policy in ("knorm:budget=12", "keydiff:budget=12"):  # caches of the same shapes
@@ -126,13 +81,13 @@ def test_a_mesh_writes_prefixes_to_disk_and_reads_them(shallow: Decoder, tmp_pat
         for _ in range(2):
             answer = engine.submit(question, prefix=document, max_new_tokens=9).result(timeout=PATIENCE)
             assert answer.tokens.tolist() == expected
-            engine._store._caches.clear()  # as in a later engine
+            engine._reuse.prefixes._entries.clear()  # as in a later engine
         stats = engine.stats().prefixes
         assert (stats.hits, stats.misses) == (1, 1)
-    store = PrefixStore(shallow, parse(policy), engine.sizes, memory=10**6, folder=tmp_path)
+    store = CacheStore(shallow, parse(policy), engine.sizes, memory=10**6, folder=tmp_path)
     found = store.get(store.key(np.array(document)))
     assert found is not None
-    stored = replace(jax.tree.map(jnp.asarray, found), mesh=None)
+    stored = replace(jax.tree.map(jnp.asarray, found.cache), mesh=None)
     assert kvjax.generate(shallow, question, cache=stored, max_new_tokens=9).tokens[0].tolist() == expected
 
 

@@ -36,7 +36,8 @@ def main(process: str, port: str, data: str, model: str, policy: str) -> None:
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(process))
     params = kvjax.shard(decoder(vocab=len(WORDS)), kvjax.make_mesh(int(data), int(model)))
     hosts.BLOCK = 16  # so that several blocks of messages are sent
-    with kvjax.Engine(params, policy, **SIZES, tokenizer=tokenizer(), prefix_memory="1GB") as engine:
+    memory = {"prefix_memory": "1GB", "conversation_memory": "1GB"}
+    with kvjax.Engine(params, policy, **SIZES, tokenizer=tokenizer(), **memory) as engine:
         if process == "1":
             with pytest.raises(RuntimeError, match=r"requests go to the engine of process 0; on process 1 call follow"):
                 engine.submit([1])
@@ -58,7 +59,11 @@ def lead(engine: kvjax.Engine) -> dict[str, Any]:
     assert text is not None
     stopped = engine.submit([7, 8], max_new_tokens=19, eos=(), stop=[text.split()[3]]).result(timeout=PATIENCE)
     prefixed = [engine.submit([3, 4], prefix=[8] * 20, max_new_tokens=5, eos=()) for _ in range(3)]
+    begun = engine.submit([3, 1, 4], max_new_tokens=6, eos=()).result(timeout=PATIENCE)
+    said = [3, 1, 4, *begun.tokens.tolist(), 5]
+    later = engine.submit(said, max_new_tokens=6, eos=()).result(timeout=PATIENCE)
     return {
+        "later": [later.cached_tokens, later.tokens.tolist()],
         "prefixed": [handle.result(timeout=PATIENCE).tokens.tolist() for handle in prefixed],
         "devices": [jax.local_device_count(), jax.device_count()],
         "tokens": [handle.result(timeout=PATIENCE).tokens.tolist() for handle in handles],

@@ -23,14 +23,14 @@ from transformers import PreTrainedTokenizerFast
 import kvjax
 from kvjax.serve import Settings, application
 from kvjax.serve.chat import Chat
+from kvjax.serve.responses import Responses
 from kvjax.serve.schema import Completion
 from kvjax.serve.tokenizing import Detokenize, Tokenize
+from tests.serve.drawing import UNKNOWN, likely, value
 from tests.tiny import decoder
 
 KEY, MAX_BODY = "secret", 20_000
 POLICY = "keydiff:budget=16"
-TEXTS = ("", "a", "né 5€ 😀", "\0", "x" * 3000, "<s>", "</s>", "{{ 1 }}", "\u202e", "0", "true")
-NUMBERS = (0, 1, 2, -1, 0.5, 1.0, 2**31, 2**63, -(2**63) - 1, 10**400, 1e-320, 1e308, 3.7)
 LITERALS = (
     b"NaN",
     b"-Infinity",
@@ -44,11 +44,13 @@ LITERALS = (
     b"/**/1",
     b"",
 )
-ROLES = ("system", "developer", "user", "assistant", "tool", "bob")
-MESSAGE = ("name", "refusal", "tool_calls", "function_call", "audio", "annotations", "cache_control", "images", "id")
-UNKNOWN = ("functions", "documents", "guided_json", "", "model ", "\0", "__class__", "ctx", "self", "x" * 3000)
-OPTIONS = ("tools", "documents", "enable_thinking", "messages", "tokenize", "bos_token", "raise_exception", "loop")
-OTHERS: list[tuple[Any, str]] = [(Tokenize, "/tokenize"), (Detokenize, "/detokenize")]
+ASKED: list[tuple[Any, str, dict[str, Any]]] = [
+    *[(Completion, "/v1/completions", {"prompt": "né", "max_tokens": 3})] * 4,
+    *[(Chat, "/v1/chat/completions", {"messages": [{"role": "user", "content": "né"}], "max_tokens": 3})] * 4,
+    *[(Responses, "/v1/responses", {"input": "né", "max_output_tokens": 3})] * 2,
+    (Tokenize, "/tokenize", {"prompt": "né"}),
+    (Detokenize, "/detokenize", {"tokens": [65]}),
+]
 WORDS = ("Input should", "constrained", "list[", "function-", "pydantic", "Traceback", "kvjax/")
 
 
@@ -62,93 +64,6 @@ class Sent:
     headers: dict[str, str] = field(default_factory=dict)
     pieces: int = 1
     leaves: bool = False
-
-
-def value(rng: random.Random, depth: int = 0) -> Any:
-    """Any value of JSON."""
-    kind = rng.randrange(8 if depth < 3 else 5)
-    if kind < 2:
-        return rng.choice(TEXTS)
-    if kind < 4:
-        return rng.choice(NUMBERS)
-    if kind == 4:
-        return rng.choice([None, True, False])
-    size = rng.choice([0, 1, 2, 20])
-    if kind < 7:
-        return [value(rng, depth + 1) for _ in range(size)]
-    return {rng.choice(TEXTS + UNKNOWN): value(rng, depth + 1) for _ in range(size)}
-
-
-def likely(rng: random.Random, name: str) -> Any:
-    """A value of a field that is accepted, or nearly."""
-    drawn: dict[str, Any] = {
-        "prompt": [
-            rng.choice(TEXTS),
-            [1, 2, rng.randrange(300)],
-            ["a", rng.choice(TEXTS)],
-            [[1], [rng.randrange(300)]],
-        ],
-        "messages": [messages(rng)],
-        "prefix": [messages(rng), rng.choice(TEXTS), [1, 2, 3]],
-        "tokens": [[1, 2, 300], [65], []],
-        "n": [1, 2, 3, 16],
-        "stop": [rng.choice(TEXTS), [rng.choice(TEXTS) for _ in range(rng.choice([1, 3, 16, 17]))]],
-        "stream": [True, False],
-        "stream_options": [{"include_usage": True}, {"continuous_usage_stats": True}, {"x": value(rng)}],
-        "temperature": [0, 0.7, 100, 101],
-        "top_p": [0, 0.1, 1],
-        "top_k": [-2, -1, 0, 1, 5, 10**6],
-        "min_p": [0, 0.5, 1],
-        "repetition_penalty": [1, 1.3, 1e-300, 1e300],
-        "seed": [0, -1, 2**63 - 1],
-        "logprobs": [0, 1, 20, True, False],
-        "top_logprobs": [0, 1, 20],
-        "frequency_penalty": [0, -2, 2, 2.1],
-        "presence_penalty": [0, -2, 2],
-        "regex": ["[ab]+", "(a", ".*", "a{2000}{2000}", rng.choice(TEXTS)],
-        "stop_token_ids": [[], [0, 65], [2**31]],
-        "max_tokens": [0, 1, 8, 17],
-        "max_completion_tokens": [1, 8, 17],
-        "logit_bias": [{}, {"5": 0}, {"5": 1, "65": -100}, {"300": 1}, {rng.choice(TEXTS): 1}],
-        "response_format": [
-            {"type": "text"},
-            {"type": "json_object"},
-            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}},
-            {"type": "json_schema", "json_schema": {"name": "a", "schema": value(rng)}},
-        ],
-        "tools": [[], [{"type": "function"}], [tool(rng)], [tool(rng), tool(rng)]],
-        "tool_choice": ["none", "auto", "required", {"type": "function", "function": {"name": "f"}}],
-        "skip_special_tokens": [True, False],
-        "chat_template_kwargs": [{rng.choice(OPTIONS): value(rng)}, {}],
-        "modalities": [["text"], ["text", "audio"]],
-    }
-    return rng.choice([*drawn.get(name, [value(rng)]), None])
-
-
-def tool(rng: random.Random) -> Any:
-    function: dict[str, Any] = {"name": rng.choice("fg")}
-    if rng.random() < 0.5:
-        function["parameters"] = value(rng) if rng.random() < 0.3 else {"type": "object", "properties": {"a": {}}}
-    return {"type": "function", "function": function}
-
-
-def call(rng: random.Random) -> Any:
-    arguments = rng.choice(["{}", '{"a": 1}', "[]", "{", rng.choice(TEXTS)])
-    return {"id": rng.choice(TEXTS), "type": "function", "function": {"name": "f", "arguments": arguments}}
-
-
-def messages(rng: random.Random) -> list[Any]:
-    def one() -> Any:
-        part = {"type": rng.choice(["text", "text", "image_url"]), "text": rng.choice(TEXTS)}
-        content = rng.choice([rng.choice(TEXTS), [part, {"type": "text", "text": "a"}], None, "a"])
-        message: dict[str, Any] = {"role": rng.choice(ROLES[:5] if rng.random() < 0.8 else ROLES), "content": content}
-        if message["role"] == "tool" and rng.random() < 0.8:
-            message["tool_call_id"] = rng.choice(TEXTS)
-        if message["role"] == "assistant" and rng.random() < 0.3:
-            message["tool_calls"] = [call(rng)]
-        return message | ({rng.choice(MESSAGE): value(rng)} if rng.random() < 0.3 else {})
-
-    return [one() for _ in range(rng.choice([1, 1, 2, 5]))]
 
 
 def spoilt(rng: random.Random, body: bytes) -> bytes:
@@ -177,11 +92,8 @@ def requests(seed: int, number: int) -> Iterator[Sent]:
     """Requests of all kinds, the same for the same seed."""
     rng = random.Random(seed)
     for _ in range(number):
-        kind, path = rng.choice([(Completion, "/v1/completions"), (Chat, "/v1/chat/completions")] * 4 + OTHERS)
-        asks = {"prompt": "né"} if kind in (Completion, Tokenize) else {"messages": [{"role": "user", "content": "né"}]}
-        body: dict[str, Any] = {"model": "tiny"} | ({"tokens": [65]} if kind is Detokenize else asks)
-        if path.startswith("/v1"):
-            body["max_tokens"] = 3
+        kind, path, asks = rng.choice(ASKED)
+        body: dict[str, Any] = {"model": "tiny"} | asks
         for _ in range(rng.choice([0, 1, 1, 2, 4])):
             name = rng.choice([*kind.model_fields])
             body[name] = likely(rng, name) if rng.random() < 0.8 else value(rng)
@@ -263,6 +175,14 @@ def check(sent: Sent, status: int, body: bytes, kind: str) -> None:
     if status >= 400:
         if not (sent.leaves and status == 499):
             check_error(document(body))
+    elif sent.path == "/v1/responses" and kind.startswith("text/event-stream"):
+        parts = [event.partition("\ndata: ") for event in body.decode().split("\n\n") if event]
+        told = [document(data) for _, _, data in parts]
+        assert [name for name, _, _ in parts] == [f"event: {event['type']}" for event in told]
+        assert [event["sequence_number"] for event in told] == [*range(len(told))]
+        assert sent.leaves or told[-1]["type"] in ("response.completed", "response.incomplete", "error")
+    elif sent.path == "/v1/responses" and sent.method == "POST":
+        assert all(item["status"] in ("completed", "incomplete") for item in document(body)["output"])
     elif kind.startswith("text/event-stream"):
         events = body.decode().removesuffix("\n\n").split("\n\n")
         assert sent.leaves or events.pop() == "data: [DONE]"
@@ -333,6 +253,7 @@ def fuzzed(seed: int, number: int) -> tuple[Counter[int], list[str]]:
         tokenizer=tokenizer(),
         max_queue=8,
         prefix_memory="1MB",
+        conversation_memory="1MB",
         guided=True,
     ) as engine:
         asyncio.run(all_of_them(application(engine, Settings("tiny", POLICY, api_key=KEY, max_body=MAX_BODY))))

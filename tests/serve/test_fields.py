@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 
+from kvjax.serve import items
 from kvjax.serve.chat import Chat
 from kvjax.serve.formats import ResponseFormat
 from kvjax.serve.functions import Called, Choice, Function, Tool, ToolCall
+from kvjax.serve.items import FunctionCall, FunctionOutput, Said, Thought
 from kvjax.serve.messages import Message, Part
+from kvjax.serve.responses import Responses
 from kvjax.serve.schema import Completion, StreamOptions
 from tests.serve.serving import CHAT, GOOD, Serving, send
 
@@ -221,6 +224,12 @@ def test_every_field_says_what_it_accepts() -> None:
         ToolCall,
         Called,
         Choice,
+        Responses,
+        Said,
+        FunctionCall,
+        FunctionOutput,
+        Thought,
+        items.Part,
     ):
         assert not [name for name, field in kind.model_fields.items() if not field.description]
 

@@ -33,9 +33,9 @@ def test_statuses(serving: Serving) -> None:
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
         assert "expected 'tiny'" in answer["error"]["message"]
         assert len(answer["error"]["message"]) < 400
-    status, answer = send(serving, "/v1/responses")
+    status, answer = send(serving, "/v1/embeddings")
     assert status == 404
-    assert "no path '/v1/responses': expected one of /v1/completions, /v1/chat/comp" in answer["error"]["message"]
+    assert "no path '/v1/embeddings': expected one of /v1/completions, /v1/chat/comp" in answer["error"]["message"]
     status, answer = send(serving, "/v1/completions")
     assert (status, answer["error"]["message"]) == (405, "GET is not accepted here: expected POST")
     assert send(serving, "/v1/completions", GOOD, Content_Type="text/plain")[0] == 415

@@ -1,0 +1,171 @@
+"""Caches on the host that requests may continue, by the tokens that they have seen.
+
+A store holds one-row caches of one model and policy. The least recently used ones leave first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import threading
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.checks import check_path
+from kvjax.files.saved_caches import fingerprint, restore_on_host, save_cache
+from kvjax.files.writing import check_folder
+from kvjax.kv_cache import KVCache
+from kvjax.mesh.sharding import fetch
+from kvjax.models import Decoder
+from kvjax.policy import Policy
+
+from .sizes import Sizes
+from .stats import StoreCounts
+
+
+@dataclass(eq=False)
+class Stored:
+    """A cache that requests may continue. Its arrays may be on their way from the devices.
+
+    Attributes:
+        length: the number of tokens that it has seen.
+        cache: one row; on devices, the same row for each part of the batch.
+        free: the number of tokens for which it has room, int32. None until somebody has counted it.
+    """
+
+    length: int
+    cache: KVCache
+    free: Int[Array, "B"] | Int[np.ndarray, "1"] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the row."""
+        return sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(self.cache))
+
+    def start(self) -> None:
+        """Starts to copy the arrays to the host."""
+        for leaf in jax.tree.leaves((self.cache, self.free)):
+            leaf.copy_to_host_async()
+
+    def settle(self) -> None:
+        """Waits until the arrays are on the host. On several hosts, all call it."""
+        self.cache, self.free = jax.tree.map(
+            lambda x: x if isinstance(x, np.ndarray) else fetch(x)[:1], (self.cache, self.free)
+        )
+
+    def takes(self, count: int) -> bool:
+        """Whether this number of tokens has room. As long as the host does not know it, they may."""
+        return not isinstance(self.free, np.ndarray) or count <= int(self.free[0])
+
+
+class CacheStore:
+    """Caches of one row, as NumPy arrays, at most `memory` bytes of them.
+
+    Attributes:
+        hits: the number of requests whose cache was there, in memory or on disk.
+        misses: the number of requests whose cache was not there.
+        nbytes: of the caches in memory.
+    """
+
+    def __init__(
+        self, params: Decoder, policy: Policy, sizes: Sizes, *, memory: int, folder: str | Path | None = None
+    ) -> None:
+        """Makes an empty store.
+
+        Args:
+            params: the model.
+            policy: that compresses the caches.
+            sizes: of the engine, which fix the shape of a row.
+            memory: the most bytes on the host. A larger cache is not stored.
+            folder: where caches are also kept on disk, without a bound; None for memory alone.
+
+        Raises:
+            ValueError: for what is no path of a folder.
+        """
+        if folder is not None:
+            check_path("prefix_folder", folder)
+            check_folder(Path(folder).expanduser(), overwrite=True)
+        self.hits = self.misses = self.nbytes = 0
+        self._params, self._memory = params, memory
+        self._folder = None if folder is None else Path(folder).expanduser()
+        model = "" if folder is None else fingerprint(params)  # in memory there is one model
+        self._origin = hashlib.sha256(f"{model} {policy!r} {sizes}".encode()).digest()
+        self._entries: OrderedDict[str, Stored] = OrderedDict()
+        self._lengths: Counter[int] = Counter()  # of the entries
+        self._lock = threading.Lock()
+
+    def key(self, tokens: Int[np.ndarray, "N"]) -> str:
+        """The name of a cache: a hash of the policy, the engine's sizes, the tokens, and for a folder the model."""
+        return hashlib.sha256(self._origin + _bytes(tokens)).hexdigest()
+
+    def longest(self, tokens: Int[np.ndarray, "N"], most: int) -> tuple[str, Stored] | None:
+        """The cache in memory that has seen most of these tokens from the first on, at most `most`, and its key."""
+        found, hashed, data, at = None, hashlib.sha256(self._origin), _bytes(tokens), 0
+        with self._lock:
+            for length in sorted(length for length in self._lengths if length <= most):
+                hashed.update(data[4 * at : 4 * length])
+                at, key = length, hashed.hexdigest()
+                if key in self._entries:
+                    found = key, self._entries[key]
+        return found
+
+    def use(self, key: str) -> bool:
+        """Makes a cache in memory the most recently used one. Returns False if it is not there."""
+        with self._lock:
+            if found := key in self._entries:
+                self._entries.move_to_end(key)
+            return found
+
+    def get(self, key: str) -> Stored | None:
+        """The cache of this name, in memory or on disk, which becomes the most recently used one; None without one."""
+        found = self._entries[key] if self.use(key) else self._from_disk(key)
+        if found is None:
+            self.misses += 1
+        else:
+            self.hits += 1
+            self._keep(key, found)
+        return found
+
+    def put(self, key: str, stored: Stored) -> None:
+        """Stores a cache. Raises OSError if it cannot be written to disk."""
+        if self._folder is not None:
+            save_cache(self._folder / key, stored.cache, self._params, overwrite=True)
+        self._keep(key, stored)
+
+    @property
+    def counts(self) -> StoreCounts:
+        """What has been counted until now."""
+        return StoreCounts(self.hits, self.misses, self.nbytes)
+
+    def _keep(self, key: str, stored: Stored) -> None:
+        with self._lock:
+            if stored.nbytes > self._memory or key in self._entries:
+                return
+            while self.nbytes + stored.nbytes > self._memory:
+                _, old = self._entries.popitem(last=False)
+                self.nbytes -= old.nbytes
+                self._lengths[old.length] -= 1
+                self._lengths += Counter()  # without those of which there are none
+            self._entries[key] = stored
+            self._lengths[stored.length] += 1
+            self.nbytes += stored.nbytes
+
+    def _from_disk(self, key: str) -> Stored | None:
+        """The cache that an engine wrote earlier. A damaged one is removed, and read again."""
+        if self._folder is None or not (self._folder / key).is_dir():
+            return None
+        try:
+            cache = restore_on_host(self._folder / key, self._params)
+        except ValueError:
+            shutil.rmtree(self._folder / key, ignore_errors=True)
+            return None
+        return Stored(int(cache.length[0]), cache)
+
+
+def _bytes(tokens: Int[np.ndarray, "N"]) -> bytes:
+    return tokens.astype("<i4").tobytes()
