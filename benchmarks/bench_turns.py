@@ -34,6 +34,7 @@ import openai
 import uvicorn
 
 import kvjax
+from kvjax.engine.device import Device
 from kvjax.engine.stored import Stored
 from kvjax.serve import Settings, application, listen
 from kvjax.serve.server import configured
@@ -73,12 +74,14 @@ class Side:
         assert usage is not None
         self.said += answer + " "
         row = self.engine.footprint.row
-        cached = usage.prompt_tokens_details.cached_tokens
+        details = usage.prompt_tokens_details
+        cached = 0 if details is None else details.cached_tokens
         return {"side": self.name, "first": first, "prompt": usage.prompt_tokens, "cached": cached, "row": row}
 
     def copies(self, count: int) -> list[float]:
         """The milliseconds that the idle engine takes to copy a row to the host."""
-        device, found = self.engine._loop._device, []
+        device, found = self.engine._loop._device, list[float]()
+        assert isinstance(device, Device)
         for _ in range(count):
             started = time.perf_counter()
             copied = Stored(1, *device._programs.run("take", device.resident, np.int32(0)))
@@ -92,9 +95,16 @@ class Side:
 def served(name: str, policy: str, longest: int, *, continued: bool) -> Iterator[Side]:
     """A side, whose server runs in a thread."""
     params, tokenizer = kvjax.load("demo")
-    sizes = {"rows": 1, "max_prompt": longest, "max_new_tokens": ANSWER, "chunk": longest}
-    memory = {"conversation_memory": "1GB"} if continued else {}
-    with kvjax.Engine(params, policy, **sizes, **memory, tokenizer=tokenizer) as engine:
+    with kvjax.Engine(
+        params,
+        policy,
+        rows=1,
+        max_prompt=longest,
+        max_new_tokens=ANSWER,
+        chunk=longest,
+        tokenizer=tokenizer,
+        conversation_memory="1GB" if continued else None,
+    ) as engine:
         listener = listen("127.0.0.1", 0)
         server = uvicorn.Server(configured(application(engine, Settings("demo", policy)), patience=PATIENCE))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -111,6 +121,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--policy", default="morphkv:budget=64,window=8")
     parser.add_argument("--turns", type=int, default=50)
+    parser.add_argument("--without", nargs="*", default=[], help="sides that are left out")
     args = parser.parse_args()
     longest = 32 + 16 * args.turns  # a turn has at most 9 words and ANSWER tokens
     with ExitStack() as stack, args.out.open("a") as out:
@@ -122,6 +133,7 @@ def main() -> None:
                 ("policy, read", args.policy, longest, False),
                 ("policy, continued", args.policy, 32, True),
             )
+            if name not in args.without
         ]
         found: dict[str, list[float]] = {side.name: [] for side in sides}
         for turn in range(args.turns):

@@ -97,7 +97,7 @@ class Leader:
         self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"] | None, limit: int, continues: bool
     ) -> Generator[None, None, Read]:
         """Does what `Device.read` does."""
-        given = {"prompt": prompt, "prefix": prefix, "limit": limit, "continues": continues}
+        given: dict[str, Any] = {"prompt": prompt, "prefix": prefix, "limit": limit, "continues": continues}
         units = self._device.read(**given)
         self._channel.send({"do": "read", "given": given})
         while True:

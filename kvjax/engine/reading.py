@@ -30,7 +30,7 @@ from .stored import CacheStore, Stored
 
 
 class Read(NamedTuple):
-    """What a request is admitted with.
+    """The result of reading a request, with which it is admitted.
 
     Attributes:
         logits: after its last token.

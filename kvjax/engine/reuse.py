@@ -1,4 +1,4 @@
-"""What requests continue in place of reading their prompt from the beginning: conversations and stored prefixes.
+"""Conversations and stored prefixes, which requests continue in place of reading their prompt from the beginning.
 
 A conversation is the cache of a finished answer. A request continues it if its prompt begins with the tokens that the
 cache has seen: the prompt and the answer of the earlier request, but for the last token, which has no entry yet. It
@@ -119,7 +119,7 @@ class Reuse:
         return stored
 
     def keeps(self, tokens: Int[np.ndarray, "N"]) -> bool:
-        """Whether a cache that has seen these tokens is to be kept. One that is there already is used."""
+        """Returns whether a cache that has seen these tokens is to be kept. One that is there already is used."""
         return self.conversations is not None and not self.conversations.use(self.conversations.key(tokens))
 
     def keep(self, tokens: Int[np.ndarray, "N"], stored: Stored) -> None:
@@ -145,7 +145,7 @@ class Reuse:
         return best if best is not None and self._fits(best[2], tokens.size, limit) else None
 
     def _fits(self, stored: Stored, length: int, limit: int) -> bool:
-        """Whether a request of this length continues a cache, and its answer has room."""
+        """Returns whether a request of this length may continue a cache, and its answer has room."""
         new, furthest = length - stored.length, self._furthest
         within = furthest is None or length + limit <= furthest
         return within and new <= self._plans.most_after and stored.takes(new + limit)

@@ -59,7 +59,7 @@ class Stored:
         )
 
     def takes(self, count: int) -> bool:
-        """Whether this number of tokens has room. As long as the host does not know it, they may."""
+        """Returns whether this number of tokens has room, and True as long as the host does not know it."""
         return not isinstance(self.free, np.ndarray) or count <= int(self.free[0])
 
 
@@ -139,7 +139,7 @@ class CacheStore:
 
     @property
     def counts(self) -> StoreCounts:
-        """What has been counted until now."""
+        """The counts until now."""
         return StoreCounts(self.hits, self.misses, self.nbytes)
 
     def _keep(self, key: str, stored: Stored) -> None:

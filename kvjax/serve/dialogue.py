@@ -1,4 +1,4 @@
-"""What chats and responses have in common: a dialogue through the checkpoint's chat template, and tools."""
+"""The part that chats and responses have in common: a dialogue through the checkpoint's chat template, and tools."""
 
 from __future__ import annotations
 

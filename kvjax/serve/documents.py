@@ -34,7 +34,7 @@ class Form(ABC):
 
     @abstractmethod
     def stream(self, asked: Asked) -> Stream:
-        """What writes the documents of a request that streams."""
+        """Returns the writer of the documents of a request that streams."""
 
 
 class Stream(ABC):

@@ -80,7 +80,7 @@ class FunctionCall(Called):
 
 
 class FunctionOutput(Strict):
-    """What a function has returned."""
+    """The output of a function."""
 
     type: Annotated[Literal["function_call_output"], Field(description='"function_call_output"')]
     call_id: Annotated[str, Field(description="a string: that of the call")]
@@ -94,7 +94,7 @@ class FunctionOutput(Strict):
 
 
 class Thought(Strict):
-    """What the model has thought, for templates that show it."""
+    """A thought of the model, for templates that show it."""
 
     type: Annotated[Literal["reasoning"], Field(description='"reasoning"')]
     content: Annotated[list[Part] | None, Field(description="null, or a list of parts with text")] = None

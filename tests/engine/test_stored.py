@@ -56,10 +56,10 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 def test_the_longest_cache_that_begins_a_prompt(kept: list, asked: list, most: int, places: int) -> None:
     """Against a search through all that are kept, of which the oldest have left."""
     arrays = np.zeros((1, 4), np.int32)
-    store = CacheStore(None, POLICY, SIZES, memory=places * arrays.nbytes)  # type: ignore[arg-type]
+    store = CacheStore(None, POLICY, SIZES, memory=places * arrays.nbytes)
     there: list[list[int]] = []
     for tokens in kept:
-        store.put(store.key(np.array(tokens)), Stored(len(tokens), arrays))  # type: ignore[arg-type]
+        store.put(store.key(np.array(tokens)), Stored(len(tokens), arrays))
         there = [*there, tokens][-places:] if tokens not in there else there
     fits = [tokens for tokens in there if len(tokens) <= most and asked[: len(tokens)] == tokens]
     found = store.longest(np.array(asked), most)
