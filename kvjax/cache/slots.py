@@ -70,6 +70,12 @@ class Slots:
     bias: Float[Array, "B H S"] | None = None
     settled: Settled | None = None
 
+    @classmethod
+    def only(cls, **fields: Any) -> Slots:
+        """Returns slots with some fields, the others None: what a program hands to another one of each kv head."""
+        nothing: Any = None
+        return cls(**{"keys": nothing, "values": nothing, "positions": nothing, "capacity": nothing} | fields)
+
     @property
     def slots(self) -> int:
         """S, the number of slots."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from kvjax.attend import over_layers
 from kvjax.cache import UNLIMITED, Segments, Slots, empty_pool
@@ -115,8 +115,8 @@ def compared(
     facts: AttentionLayer,
     policy: Policy,
     mesh: Mesh | None,
-) -> Float[Array, "B H M"]:
-    """Returns the scores of a layer's entries that the budget compares with those of other layers.
+) -> Slots:
+    """Returns the scores of a layer's entries that the budget compares with those of other layers, as `per_slot`.
 
     Args:
         index: of the layer in the model.
@@ -126,9 +126,10 @@ def compared(
     """
     budget: Any = policy.budget
 
-    def change(records: Sequence[AttentionLayer], layer: Slots, *, heads: Heads, **behind: Any) -> Array:
+    def change(records: Sequence[AttentionLayer], layer: Slots, *, heads: Heads, **behind: Any) -> Slots:
         moment = Moment(layer=records[0], heads=heads, **behind)
-        return policy.rank(layer, moment, None, raised=not budget.layout.compares_protected)
+        scores = policy.rank(layer, moment, None, raised=not budget.layout.compares_protected)
+        return Slots.only(per_slot=scores)
 
     return over_layers(mesh, change, [replace(facts, index=index, **attention.weights)], layer, **behind)
 
@@ -136,21 +137,21 @@ def compared(
 @partial(jax.jit, static_argnames=("policy", "mesh", "rows", "room"))
 def divided(
     layers: Sequence[Slots],
-    scores: Sequence[Float[Array, "B H M"]],
+    scores: Sequence[Slots],
     next_position: Int[Array, "B"],
     *,
     policy: Policy,
     mesh: Mesh | None,
     rows: int,
     room: int,
-) -> tuple[list[Int[Array, "B H"]], Segments]:
-    """Returns the number of entries that each head of each layer retains, and a pool without entries yet."""
+) -> tuple[list[Slots], Segments]:
+    """Returns the number of entries that each head of each layer retains, as `capacity`, and a pool without entries."""
     budget: Any = policy.budget
 
     def change(
-        _: Any, given: tuple[Sequence[Slots], Sequence[Array]], *, next_position: Array, heads: Heads
-    ) -> tuple[list[Array], Segments]:
-        layers, scores = given
+        _: Any, given: tuple[Sequence[Slots], Sequence[Slots]], *, next_position: Array, heads: Heads
+    ) -> tuple[list[Slots], Segments]:
+        layers, scores = given[0], [layer.per_slot for layer in given[1]]
         most = max(x.shape[-1] for x in scores)
         padded = [jnp.pad(x, [(0, 0), (0, 0), (0, most - x.shape[-1])], constant_values=-jnp.inf) for x in scores]
         means = jnp.stack([layer.capacity[:, 0] for layer in layers])
@@ -165,7 +166,7 @@ def divided(
             room=room,
             growing=growing,
         )
-        return counts, pool
+        return [Slots.only(capacity=count) for count in counts], pool
 
     return over_layers(mesh, change, [], (layers, scores), next_position=next_position)
 
@@ -173,7 +174,7 @@ def divided(
 @partial(jax.jit, static_argnames=("facts", "policy", "mesh"), donate_argnames="pool")
 def placed(
     pool: Segments,
-    given: tuple[Slots, Float[Array, "B H M"], Int[Array, "B H"]],
+    given: tuple[Slots, Slots, Slots],
     index: Int[Array, ""],
     attention: Any,
     behind: dict[str, Any],
@@ -185,13 +186,14 @@ def placed(
     """Returns the pool, as it is for one layer, with what each head of the layer retains.
 
     Args:
-        given: the layer, its scores from `compared`, and the number of entries of each head.
+        given: the layer, its scores from `compared`, and the number of entries of each head from `divided`.
         index, attention, behind, facts: as in `compared`.
     """
     budget: Any = policy.budget
 
     def change(records: Sequence[AttentionLayer], given: Any, *, heads: Heads, **behind: Any) -> Segments:
-        pool, (layer, scores, count) = given
+        pool, (layer, scored, counted) = given
+        scores, count = scored.per_slot, counted.capacity
         moment = Moment(layer=records[0], heads=heads, **behind)
         # The scores that were compared also choose, unless they depend on what has been allocated by now.
         needs_counts = policy.score.needs.by_count or isinstance(policy.protect.recent, float)

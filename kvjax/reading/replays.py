@@ -24,7 +24,6 @@ from kvjax.runtime.clock import Run, run_at_once
 from .layers import Call, begin, facts_of, in_rows, through_layer
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
-_NOTHING: Any = None
 
 
 def encoded_texts(policy: Policy, encode: Encode | None) -> Texts:
@@ -101,8 +100,8 @@ def _replay_layer(
 ) -> tuple[Float[Array, "B W E"] | None, Slots]:
     """Returns a pass's hidden states after a layer, unless it is the last, and the state of its score, in slots."""
     x, after, _ = through_layer(layer, index, x, Layers((entries,)), states, rows, facts=facts, call=call)
-    held, nothing = after.layer(0, 0), _NOTHING
-    state = Slots(nothing, nothing, nothing, nothing, per_slot=held.per_slot, per_row=held.per_row)
+    held = after.layer(0, 0)
+    state = Slots.only(per_slot=held.per_slot, per_row=held.per_row)
     return None if last else in_rows(x, call.mesh), state
 
 

@@ -67,7 +67,7 @@ def test_turns_are_those_of_generate(policy: str, tiny: Decoder, shallow: Decode
     check(tiny if pool or policy.startswith("quantize") else shallow, policy, [13, 1, 9] if pool else [20, 1, 18])
 
 
-@pytest.mark.parametrize("policy", ["h2o:budget=12", pytest.param("knorm:budget=12", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["h2o:budget=12", pytest.param("keydiff:budget=12", marks=pytest.mark.slow)])
 def test_turns_with_recurrent_layers(policy: str) -> None:
     check(hybrid(), policy, [20, 1, 18])
 
@@ -78,8 +78,9 @@ def test_turns_with_sliding_windows(policy: str) -> None:
     check(decoder(windows=(None, 8)), policy, [20, 1, 18])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["h2o:budget=12", "adakv:base=h2o,base.budget=12,groups=2"])
+@pytest.mark.parametrize(
+    "policy", ["adakv:base=h2o,base.budget=12,groups=2", pytest.param("h2o:budget=12", marks=pytest.mark.slow)]
+)
 def test_turns_on_a_mesh(policy: str, tiny: Decoder) -> None:
     params = kvjax.shard(tiny, kvjax.make_mesh(2, 2, devices=jax.devices()[:4]))
     check(params, policy, [13, 1, 9], reference=tiny)

@@ -20,7 +20,7 @@ def test_first_requests_of_the_page() -> None:
         r"kvjax serve demo --policy (\S+) --rows (\d+) --max-prompt (\d+) --max-new-tokens (\d+)", text
     )
     policy, (rows, prompt, answer) = options[0], map(int, options[1:])
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    code = "".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
     (body,) = re.findall(r"-d '(\{.*?\})'", text)
     params, tokenizer = kvjax.load("demo")
     sizes = {"rows": rows, "max_prompt": prompt, "max_new_tokens": answer}
