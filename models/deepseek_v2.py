@@ -11,7 +11,15 @@ from typing import Any
 
 from . import deepseek_v3
 from .config import DecoderConfig
-from .deepseek_v3 import EXPERTS, config_over_latents, first_layers, latents_to_hf, text_name, weights
+from .deepseek_v3 import (
+    EXPERTS,
+    config_over_latents,
+    experts_to_hf,
+    first_layers,
+    latents_to_hf,
+    text_name,
+    weights,
+)
 from .fields import integer, require
 from .mixtral import expert_counts
 from .mixture import Mixture
@@ -54,12 +62,5 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     mixture, written = config.mixture, latents_to_hf(config, ARCHITECTURE)
     assert mixture is not None
-    assert mixture.shared is not None
     del written["rope_interleave"]
-    return written | {
-        "n_routed_experts": mixture.experts,
-        "n_shared_experts": mixture.shared // mixture.size,
-        "num_experts_per_tok": mixture.per_token,
-        "moe_intermediate_size": mixture.size,
-        "first_k_dense_replace": len(mixture.dense_layers),
-    }
+    return written | experts_to_hf(mixture) | {"first_k_dense_replace": len(mixture.dense_layers)}

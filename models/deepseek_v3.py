@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import llama
 from .config import DecoderConfig, base_config, base_hf_config
 from .fields import UnsupportedModelError, flag, integer, layer_count, number, require, unsupported
 from .latent import Latent
-from .mixtral import ExpertNames, expert_counts, expert_weights
+from .mixtral import expert_counts, weights_named
 from .mixture import Mixture
+from .qwen3_moe import EXPERTS
 from .rope_config import rope_from_hf
 from .routing import JUDGES, SigmoidRouting
-from .weights import FusedRows, Weight
+from .weights import FusedRows, Weight, mlp_weights
 
+__all__ = ["EXPERTS"]
 ARCHITECTURE = "DeepseekV3ForCausalLM"
-EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 SIZES = {  # of attention, with the defaults of transformers
     "rank": ("kv_lora_rank", 512),
     "rotated": ("qk_rope_head_dim", 64),
@@ -146,17 +146,23 @@ def latents_to_hf(config: DecoderConfig, architecture: str) -> dict[str, Any]:
 
 def mixture_to_hf(mixture: Mixture) -> dict[str, Any]:
     """The inverse of `mixture_from_hf`, but for the layers without experts."""
-    assert mixture.shared is not None
     assert mixture.sigmoid is not None
+    return experts_to_hf(mixture) | {
+        "norm_topk_prob": mixture.normalized,
+        "n_group": mixture.sigmoid.groups,
+        "topk_group": mixture.sigmoid.groups_per_token,
+        "routed_scaling_factor": mixture.sigmoid.scale,
+    }
+
+
+def experts_to_hf(mixture: Mixture) -> dict[str, Any]:
+    """The numbers and sizes of experts, as all models with a shared MLP without a gate write them."""
+    assert mixture.shared is not None
     return {
         "n_routed_experts": mixture.experts,
         "n_shared_experts": mixture.shared // mixture.size,
         "num_experts_per_tok": mixture.per_token,
         "moe_intermediate_size": mixture.size,
-        "norm_topk_prob": mixture.normalized,
-        "n_group": mixture.sigmoid.groups,
-        "topk_group": mixture.sigmoid.groups_per_token,
-        "routed_scaling_factor": mixture.sigmoid.scale,
     }
 
 
@@ -176,17 +182,15 @@ def weights(config: DecoderConfig) -> list[Weight]:
 
 def with_experts(config: DecoderConfig) -> list[Weight]:
     """The weights of Llama, with experts and the MLP that they share in the layers that have them."""
-    mixed = [i for i in range(config.num_layers) if config.has_experts(i)]
-    own = tuple(f"layers.{i}.mlp." for i in mixed)
-    table = [weight for weight in llama.weights(config) if not weight.path.startswith(own)]
-    for i in mixed:
-        ours, theirs = f"layers.{i}", f"model.layers.{i}.mlp"
-        table += expert_weights(config, f"{ours}.experts", theirs, EXPERTS)
-        if config.mixture is not None and config.mixture.sigmoid is not None:
-            bias = f"{theirs}.gate.e_score_correction_bias"
-            table.append(Weight(f"{ours}.experts.router_bias", bias, "vector", wide=True))
-        for part in ("gate", "up", "down"):
-            table.append(Weight(f"{ours}.shared.{part}", f"{theirs}.shared_experts.{part}_proj.weight", "linear"))
+    assert config.mixture is not None
+    table = weights_named(config, EXPERTS)
+    for i in range(config.num_layers):
+        if config.has_experts(i):
+            ours, theirs = f"layers.{i}", f"model.layers.{i}.mlp"
+            table += mlp_weights(f"{ours}.shared", f"{theirs}.shared_experts")
+            if config.mixture.sigmoid is not None:
+                bias = f"{theirs}.gate.e_score_correction_bias"
+                table.append(Weight(f"{ours}.experts.router_bias", bias, "vector", wide=True))
     return table
 
 

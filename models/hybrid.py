@@ -8,7 +8,7 @@ from dataclasses import replace
 from . import llama
 from .config import DecoderConfig
 from .convolution import ConvolutionWeight
-from .weights import FusedRows, Weight
+from .weights import FusedRows, Weight, mlp_weights
 
 Named = Callable[[str, str], list[Weight]]
 """Returns the weights of a part of a layer, from its path here and its name in the checkpoint."""
@@ -48,8 +48,7 @@ def hybrid_weights(config: DecoderConfig, projections: Named, feed_forward: Name
 
 def mlp(ours: str, theirs: str) -> list[Weight]:
     """The weights of a layer's MLP."""
-    parts = ("gate", "up", "down")
-    return [Weight(f"{ours}.mlp.{part}", f"{theirs}.mlp.{part}_proj.weight", "linear") for part in parts]
+    return mlp_weights(f"{ours}.mlp", f"{theirs}.mlp")
 
 
 def _recurrent(ours: str, theirs: str) -> list[Weight]:

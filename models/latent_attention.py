@@ -36,10 +36,8 @@ class LatentAttention(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
         latent = config.latent
         assert latent is not None
-        E, Hq, R, C, P, V = (
-            *(config.hidden_size, config.num_heads),
-            *(latent.rank, latent.rotated, latent.unrotated, latent.value),
-        )
+        E, Hq = config.hidden_size, config.num_heads
+        R, C, P, V = latent.rank, latent.rotated, latent.unrotated, latent.value
         own = replace(config, norm_epsilon=EPSILON)
         Q, compressed = latent.query_rank or E, latent.query_rank is not None
         by_head = ("rank", "heads", "head_dim")

@@ -14,7 +14,7 @@ from .mixtral import expert_counts, expert_weights
 from .mixture import Mixture
 from .qwen3_5_text import projections, text_name
 from .qwen3_moe import EXPERTS
-from .weights import Weight
+from .weights import Weight, mlp_weights
 
 __all__ = ["EXPERTS", "text_name"]
 ARCHITECTURE = "Qwen3_5MoeForCausalLM"
@@ -79,11 +79,10 @@ def feed_forward(config: DecoderConfig) -> Named:
     """The weights of a layer's experts, and of the one that all tokens share."""
 
     def named(ours: str, theirs: str) -> list[Weight]:
-        parts = ("gate", "up", "down")
         shared = f"{theirs}.mlp.shared_expert"
         return [
             *expert_weights(config, f"{ours}.experts", f"{theirs}.mlp", EXPERTS),
-            *(Weight(f"{ours}.shared.{part}", f"{shared}.{part}_proj.weight", "linear") for part in parts),
+            *mlp_weights(f"{ours}.shared", shared),
             Weight(f"{ours}.shared.share", f"{shared}_gate.weight", "linear"),
         ]
 

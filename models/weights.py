@@ -175,6 +175,11 @@ def linear_weights(
     return [matrix, Weight(f"{path}_bias", f"{name}.bias", "vector", rows)] if bias else [matrix]
 
 
+def mlp_weights(path: str, name: str) -> list[Weight]:
+    """Returns the matrices of a gated MLP without biases."""
+    return [Weight(f"{path}.{part}", f"{name}.{part}_proj.weight", "linear") for part in ("gate", "up", "down")]
+
+
 def aligned(shape: Shape, dtype: DTypeLike) -> np.ndarray:
     """Returns an empty array aligned to 64 bytes, which JAX takes over on the CPU without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
