@@ -75,6 +75,7 @@ ALIKE = (
     "dynamickv:budget=24,window=4",
     "kvcompose:budget=24",
     "pyramidkv:budget=24,window=4,beta=2",
+    "restkv:budget=24,window=4,reach=4",
     "finch:budget=24,window=4,chunk=8",
     "expected_attention:budget=24,future=16",
     "knorm:budget=24",

@@ -41,8 +41,9 @@ def llama(layers: int, hidden: int, mlp: int, heads: int) -> DecoderConfig:
 # A TPU's compiler takes long for wide products. The cache is as large in both.
 SINGLE_LAYERS = {"h200:1": llama(1, 4096, 14_336, 32), "v6e:2x2": replace(CONFIG, windows=(None,), num_heads=32)}
 
-SIZED = {"budget=24": "budget=1024", "window=4": "window=32", "recent=8": "recent=256", "heavy=4": "heavy=128"}
-SIZED |= {"window=8": "window=256", "length=5": "length=16", "chunk=8": "chunk=256", "chunk=16": "chunk=1024"}
+SIZED = {"budget=24": "budget=1024", "window=4": "window=32", "recent=4": "recent=64", "heavy=4": "heavy=128"}
+SIZED |= {"window=8": "window=256", "recent=8": "recent=256", "length=5": "length=16", "chunk=8": "chunk=256"}
+SIZED |= {"chunk=16": "chunk=1024"}
 OF_HEADS = ((1.0, 0.1, 0.7, 0.2, 0.3, 0.9, 0.4, 0.8),)  # of one layer
 OPTIONS = {
     "budget": 1024,

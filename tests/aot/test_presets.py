@@ -50,6 +50,11 @@ H200_PRESETS = [text for text in DISTINCT if not text.startswith(("full", "morph
 H200_PRESETS += ["fastgen", "gkv", "keydiff_codes", "lacache", "quantize", "rkv", "think", "zipcache"]
 
 
+def test_all_policies_have_sizes():
+    for text in EACH:
+        assert sized(text)
+
+
 @pytest.mark.aot
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # of devices that are not here
 @pytest.mark.parametrize(

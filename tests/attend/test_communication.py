@@ -51,6 +51,7 @@ DECLARED = {
     "scissorhands:budget=24,window=8,drop=0.25": (0, 1),
     QUANTIZED: (0, 2),  # as morphkv
     "pyramidkv:budget=24,window=4,beta=2": (0, 0),  # as snapkv
+    "restkv:budget=24,window=4,reach=4": (0, 0),  # as snapkv
     "finch:budget=24,window=4,chunk=8": (0, 0),
     "expected_attention:budget=24,future=16": (0, 0),  # the statistics of queries only while a prompt is read
     "knorm:budget=24": (0, 0),
@@ -135,6 +136,7 @@ READING = {
     "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5": (1, 2, 2),  # the anchor; ranks and positions
     "chunkkv:base=snapkv,base.budget=24,base.window=4": (0, 2, 2),  # scores and positions
     "criticalkv:base=snapkv,base.budget=24,base.window=4": (0, 0, 3),  # the norms of projected values
+    "restkv:budget=24,window=4,reach=4": (0, 0, 3),  # how far the output of each query head moves
     "d2o:budget=24,layer_budgets=False": (1, 0, 2),  # the mean over heads of a merge; the group's queries and lse
     "expected_attention:budget=24,future=16": (0, 0, 3),  # number, mean and scatter of the group's queries
     "compactor:budget=24,chunk=16,sketch=6": (2, 0, 1),  # mean and variance over the layer; the group's queries

@@ -43,7 +43,10 @@ LEAST = {
 FLOATS = {  # with an integer for those that take one as well
     "[0, 1)": ("first", "recent", "upper", "merge.heavy", "heavy", "exempt", "large", "early", "late"),
     "(0, 1)": ("share", "drop", "ratio", "salient"),
-    "(0, 1]": ("budget", "lazyeviction.alpha", "RecurrenceInterval.alpha", "Fraction.share", "fraction"),
+    "(0, 1]": (
+        *("budget", "lazyeviction.alpha", "RecurrenceInterval.alpha", "restkv.alpha", "LostOutput.alpha"),
+        *("Fraction.share", "fraction"),
+    ),
     "[0, 1]": (
         *("alpha", "merge.alpha", "merge.beta", "SimilarityMerge.beta", "simlayerkv.threshold"),
         *("merging.threshold", "NearestValues.threshold"),

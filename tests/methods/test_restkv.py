@@ -1,0 +1,143 @@
+"""ReST-KV against the released steps in float64 NumPy, one query head of one row at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache import Slots
+from kvjax.methods.common.window_attention import QueryRing
+from kvjax.methods.restkv import LostOutput
+from kvjax.models import AttentionLayer, Rope
+from kvjax.policies import adakv, parse, restkv
+from kvjax.policy import Moment
+from tests import tiny
+from tests.methods.literal_budgets import adaptive, best
+from tests.methods.reference import Reader
+
+# What the tests of all presets run (tests/policy/presets.py).
+OPTIONS = ("budget=12,window=4,kernel=3", "budget=0.5,window=4,kernel=3,alpha=0.6,reach=2")
+SCORES = (LostOutput(4, kernel=3, reach=2),)
+
+ROWS = [np.random.default_rng(5).integers(0, tiny.VOCAB, n) for n in (40, 14, 29, 3)]
+WINDOW, BUDGET = 6, 13
+REFUSED = {
+    "alpha=0.0": r"^restkv: alpha=0.0: expected a number in \(0, 1\]",
+    "alpha=1.5": r"^restkv: alpha=1.5: expected a number in \(0, 1\]",
+    "kernel=4": r"^restkv: pooling size=4: expected an odd integer >= 1",
+    "reach=0": r"^restkv: reach=0: expected an integer >= 1",
+    "budget=20,window=20": r"^restkv: ",
+}
+
+
+def moving_average(rows, alpha):
+    average = rows[0]
+    for row in rows[1:]:
+        average = alpha * row + (1 - alpha) * average
+    return average
+
+
+def drift(rows, number, reach):
+    """The number of steps of `reach` by which the `number` largest weights of the older rows lie behind the newer."""
+    largest = np.argsort(rows, axis=-1, kind="stable")[:, -number:]
+    half = len(rows) // 2
+    return int((largest[:half].sum() - largest[half:].sum()) / (number * half * reach))
+
+
+def smoothed(scores, kernel, steps):
+    """Average pooling of the scores of a text, off centre by `steps`; the ends are repeated beyond the ends."""
+    size = max(kernel, 2 * abs(steps) + 1)
+    ends = size // 2 + abs(steps)
+    padded = np.pad(scores, ends, mode="edge")
+    first = ends - size // 2 + steps
+    return np.array([padded[first + c : first + c + size].mean() for c in range(len(scores))])
+
+
+def scores_of(params, text, alpha, kernel, reach, counts=None):
+    """The scores [L, H, N] of a text that a `Reader` has read, +inf for the window; `counts` [L, H] are retained."""
+    n = text.length
+    weights, values = text.weights(range(n - WINDOW, n), range(n)), text.values()
+    L, H, G = weights.shape[:3]
+    scores = np.full((L, H, n), np.inf)
+    steps = []
+    for layer, h in np.ndindex(L, H):
+        output = np.asarray(params.attention_layers[layer].output, np.float64)
+        old = values[layer, h, : n - WINDOW]
+        own = []
+        for g in range(G):
+            rows = weights[layer, h, g]
+            a = moving_average(rows, alpha)[: n - WINDOW]
+            lost = a / (1 - a) * np.linalg.norm((a @ old - old) @ output[h * G + g], axis=-1)
+            steps.append(0 if counts is None else drift(rows, counts[layer, h] - WINDOW, reach))
+            own.append(smoothed(lost, kernel, steps[-1]))
+        scores[layer, h, : n - WINDOW] = np.mean(own, axis=0)
+    return scores, steps
+
+
+def of_rows(heads, kv_heads, **options):
+    """The decoder, and for each row longer than the budget what `scores_of` returns."""
+    params = tiny.decoder(heads, kv_heads, (None,) * 2)
+    found = {}
+    for b, row in enumerate(ROWS):
+        if len(row) > BUDGET:
+            text = Reader(params)
+            text.read(row)
+            found[b] = scores_of(params, text, **options)
+    return params, found
+
+
+@pytest.mark.slow(first=2)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "alpha", "reach"), [(8, 2, 0.3, 2000), (7, 1, 0.3, 2), (4, 4, 0.7, 1), (8, 2, 1.0, 1)]
+)
+def test_heads_retain_what_the_released_steps_retain(heads, kv_heads, alpha, reach):
+    """Ragged rows, prompts shorter than the budget and than the window, with and without drift."""
+    counts = np.full((2, kv_heads), BUDGET)
+    params, literal = of_rows(heads, kv_heads, alpha=alpha, kernel=3, reach=reach, counts=counts)
+    _, cache = tiny.prefill(params, restkv(BUDGET, WINDOW, alpha, 3, reach), ROWS, 48)
+    for b, (scores, steps) in literal.items():
+        assert tiny.held(cache, b) == best(scores, counts)
+        assert any(steps) == (reach < 2000), "some heads drift"
+    assert tiny.held(cache, 3) == [[[0, 1, 2]] * kv_heads] * 2
+
+
+@pytest.mark.slow
+def test_heads_compete_before_the_drift_is_known():
+    """AdaKV divides by the scores without drift, and each head then fills its number by those with it."""
+    params, plain = of_rows(8, 2, alpha=0.3, kernel=3, reach=2)
+    _, cache = tiny.prefill(params, adakv(restkv(BUDGET, WINDOW, kernel=3, reach=2)), ROWS, 48)
+    for b, (compared, _) in plain.items():
+        counts = np.array([adaptive(layer, BUDGET) for layer in compared])
+        text = Reader(params)
+        text.read(ROWS[b])
+        scores, _ = scores_of(params, text, 0.3, 3, 2, counts)
+        assert tiny.held(cache, b) == best(scores, counts)
+
+
+def test_a_weight_of_one_has_finite_odds():
+    """Infinity is what protected entries score, and 0 times infinity is not a number."""
+    keys = np.zeros((1, 1, 6, 2), np.float32)
+    keys[..., 1, 0] = 100
+    values = np.arange(12, dtype=np.float32).reshape(keys.shape)
+    queries = np.broadcast_to(np.float32([1, 0]), (1, 1, 2, 2))
+    ring = QueryRing(jnp.asarray(queries), jnp.full((1, 1, 2), 100.0), jnp.array([[[4, 5]]]))
+    entries = Slots(
+        jnp.asarray(keys), jnp.asarray(values), jnp.arange(6)[None, None], jnp.full((1, 1), 4), per_row=ring
+    )
+    layer = AttentionLayer(0, Rope(1e4), None, 1.0, jnp.eye(2)[None])
+    scores = np.asarray(LostOutput(2, kernel=1)(entries, Moment(jnp.array([6]), layer, counts=entries.capacity)))[0, 0]
+    assert np.isfinite(scores).all()
+    assert scores[1] > 0
+    assert not np.delete(scores, 1).any()
+
+
+def test_refusals():
+    made = restkv(12, 4)
+    with pytest.raises(ValueError, match=r"LostOutput pools entries in order of position, and every=2 overwrites"):
+        replace(made, every=2)
+    for option, error in REFUSED.items():
+        with pytest.raises(ValueError, match=error):
+            parse(f"restkv:{option}")
