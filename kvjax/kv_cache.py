@@ -121,6 +121,12 @@ class KVCache:
         """Returns whether decoding adds to each layer for as long as it goes on."""
         return tuple(not evicts for evicts in self.policy.limits(len(self.entries)).evicts)
 
+    def rooms(self, tokens: int) -> tuple[int, ...]:
+        """Returns the slots that each layer needs for that many more tokens, beyond those that it occupies."""
+        if self.entries.preallocates:  # heads of a layer may differ, and those that grow are known to the pool
+            return (tokens,) * len(self.entries)
+        return tuple(tokens if grows else self.policy.rise(tokens) for grows in self.grows)
+
     @property
     def shardings(self) -> KVCache:
         """The place of each array, in the form of the cache; only for a cache on a mesh."""

@@ -15,7 +15,7 @@ from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods import registry
 from kvjax.methods.common import group_weights, nearest, query_bits
 from kvjax.methods.common.allocation import check_limited, check_mean, check_share, raise_best, scaled
-from kvjax.methods.common.budgets import budget_of, share_of
+from kvjax.methods.common.budgets import budget_of, ratio_of, share_of
 from kvjax.methods.common.in_turns import in_turns
 from kvjax.methods.common.mean_rotation import mean_rotation
 from kvjax.methods.common.projected_norms import projected_norms
@@ -149,6 +149,7 @@ __all__ = [
     "prompt_attention",
     "query_bits",
     "raise_best",
+    "ratio_of",
     "redundancy",
     "rotate",
     "scaled",

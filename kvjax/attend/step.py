@@ -45,8 +45,9 @@ class RoomMaker:
     def absorbs(self) -> bool:
         return self.policy.merge.effects.at_steps
 
-    def expire(self, entries: Slots) -> Slots:
-        return expired(entries, self.moment, self.incoming)
+    def renew(self, entries: Slots) -> Slots:
+        seen = self.moment.next_position + 1  # the budget bounds the entries that a query sees, itself included
+        return expired(self.policy.renewed(entries, seen), self.moment, self.incoming)
 
     def judge(self, entries: Slots) -> Float[Array, "B H M"]:
         return self.policy.expendable(entries, self.moment)

@@ -86,8 +86,8 @@ class MakeRoom(Protocol):
         """Tells whether `release` changes the entries that stay."""
         ...
 
-    def expire(self, entries: Slots) -> Slots:
-        """Returns the entries without those that no later query can see."""
+    def renew(self, entries: Slots) -> Slots:
+        """Returns the entries without those that no later query can see, and with the capacity of this step."""
         ...
 
     def judge(self, entries: Slots) -> Float[Array, "B H M"]:
@@ -214,10 +214,8 @@ class Entries(ABC):
         """
 
     @abstractmethod
-    def growth(
-        self, usage: Usage, room: int, *, grows: Sequence[bool], windows: Sequence[int | None]
-    ) -> tuple[int, ...] | None:
-        """Returns the argument of `grow` that leaves `room` empty slots in every growing head; None if it has them."""
+    def growth(self, usage: Usage, room: Sequence[int], *, windows: Sequence[int | None]) -> tuple[int, ...] | None:
+        """Returns the argument of `grow` that leaves `room` empty slots in each layer; None if it has them."""
 
     @abstractmethod
     def grow(self, size: tuple[int, ...]) -> Self:

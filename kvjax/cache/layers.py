@@ -55,7 +55,7 @@ class Layers(Entries):
         return Layers((*self.each[:first], *part.each, *self.each[first + len(part) :]))
 
     def make_room(self, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Layers, Int[Array, "B H"]]:
-        entries = room.expire(self.each[i])
+        entries = room.renew(self.each[i])
         slot = _first_empty(entries, incoming)
         if room.count:
             entries, freed = _evicted(entries, incoming, room)
@@ -127,16 +127,9 @@ class Layers(Entries):
             slots.append(needed if window is None else min(needed, window))
         return tuple(slots)
 
-    def growth(
-        self, usage: Usage, room: int, *, grows: Sequence[bool], windows: Sequence[int | None]
-    ) -> tuple[int, ...] | None:
-        slots = self.slots_after(
-            [int(n) for n in usage.occupied],
-            new=0,
-            room=[room if one else 0 for one in grows],
-            kept=[None] * len(self),
-            windows=windows,
-        )
+    def growth(self, usage: Usage, room: Sequence[int], *, windows: Sequence[int | None]) -> tuple[int, ...] | None:
+        occupied, kept = [int(n) for n in usage.occupied], [None] * len(self)
+        slots = self.slots_after(occupied, new=0, room=room, kept=kept, windows=windows)
         return None if slots == self.bounds else slots
 
     def grow(self, size: tuple[int, ...]) -> Layers:

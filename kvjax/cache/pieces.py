@@ -98,4 +98,4 @@ def _length(pool: Segments, room: MakeRoom) -> int:
 def _piece(pool: Segments, i: int, j: Array, length: int, room: MakeRoom) -> tuple[Slots, Int[Array, "length"]]:
     """Returns piece j of every segment of layer i, without entries that no later query can see, and its rows."""
     entries = pool.view(i, j * (length // PAGE), length)
-    return room.expire(entries), j * length + jnp.arange(length)
+    return room.renew(entries), j * length + jnp.arange(length)

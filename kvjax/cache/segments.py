@@ -242,10 +242,8 @@ class Segments(Entries):
     ) -> tuple[int, ...]:
         return (whole_pages(bucket(max(occupied) + new)),) * len(self)
 
-    def growth(
-        self, usage: Usage, room: int, *, grows: Sequence[bool], windows: Sequence[int | None]
-    ) -> tuple[int, ...] | None:
-        lack = room - min(int(free) for free in usage.free)
+    def growth(self, usage: Usage, room: Sequence[int], *, windows: Sequence[int | None]) -> tuple[int, ...] | None:
+        lack = max(room) - min(int(free) for free in usage.free)
         return None if lack <= 0 else (bucket(lack),)
 
     def filling(self, grows: Sequence[bool], windows: Sequence[int | None]) -> tuple[bool, ...]:

@@ -122,7 +122,8 @@ class Plans:
         """
         end = ending(row, "auto")
         if not row.entries.preallocates:
-            return ReadPlan(row.entries.bounds, row.kept if end.compress else (None,) * len(row.kept), end.final)
+            kept = row.kept if self.policy.budget.pace is None else row.entries.bounds
+            return ReadPlan(row.entries.bounds, kept if end.compress else (None,) * len(kept), end.final)
         held = (self.longest + self.sizes.room,) * len(row.entries)  # more than any segment holds
         return plan_read(row, held, new=size, room=0, compress=end.compress, final=end.final)
 
@@ -150,7 +151,11 @@ class Plans:
         else:
             held = [min(prefix, int(self.policy.capacity(i, lengths, layers)[0])) for i in range(layers)]
             whole = zip(row.grows, row.entries.bounds, held, row.windows, strict=True)
-            free = min((slots - n for grows, slots, n, window in whole if grows and slots != window), default=needed)
+            free = min(
+                slots - n if grows else self.policy.longest(slots) - prefix
+                for grows, slots, n, window in whole
+                if slots != window
+            )
         if needed > free:
             raise TooLongError(
                 f"a question of {question} tokens and an answer of {limit} do not fit after a prefix of {prefix}: "

@@ -105,10 +105,10 @@ class LostOutput(QueryWindow):
         return jnp.where(oldest, 1.0, self.alpha) * (1 - self.alpha) ** jnp.where(at >= 0, age, 0)
 
     def _drift(self, entries: Slots, moment: Moment, number: Int[Array, "B H"]) -> Int[Array, "B H G"]:
-        """How far the attention of each query head drifts back within the window, as multiples of `reach`.
+        """Measures how far the attention of each query head drifts back within the window, in multiples of `reach`.
 
-        It is the mean position of the `number` entries with the largest weights of a query, for the older half of the
-        window's queries less that for the newer half.
+        The drift is the mean position of the `number` entries with the largest weights of a query, for the older half
+        of the window's queries less that for the newer half.
         """
         ring: QueryRing = entries.per_row
         B, H, M = entries.positions.shape

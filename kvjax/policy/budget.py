@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction as Ratio
 from functools import lru_cache
 from typing import Any
 
@@ -69,6 +70,14 @@ class Budget(Part):
     def plain(self) -> bool:
         """Tells whether it is the same number for all layers and no more. Any other budget is part of a method."""
         return False
+
+    @property
+    def pace(self) -> Ratio | None:
+        """The slots by which a capacity rises with each token of the answer; None if it is that of the prompt.
+
+        A budget that rises is the same for all layers, and `capacity` is asked again for all tokens of a row.
+        """
+        return None
 
     def check_model(self, layers: int, kv_heads: int) -> None:
         """Raises ValueError if this is no budget for a model with that many layers and kv heads."""

@@ -183,6 +183,23 @@ class Policy:
             return use.full(prompt_lengths.shape, UNLIMITED, np.int32)
         return use.maximum(capacity, self.minimum)
 
+    def rise(self, tokens: int) -> int:
+        """Returns how many more slots than now a head that evicts may occupy after that many more tokens."""
+        pace = self.budget.pace
+        return 0 if pace is None else math.ceil(pace * tokens) + (self.every or 1) - 1
+
+    def longest(self, slots: int) -> int:
+        """Returns the most tokens that a row may have while its heads that evict fit into `slots`."""
+        pace = self.budget.pace
+        return UNLIMITED if pace is None else ((slots + 1) * pace.denominator - 1) // pace.numerator
+
+    def renewed(self, entries: Slots, length: Int[Array, "B"]) -> Slots:
+        """Returns entries with the capacity of rows with `length` tokens, if the budget rises with the answer."""
+        if self.budget.pace is None:
+            return entries
+        capacity = self.capacity(0, length, 1)
+        return replace(entries, capacity=jnp.broadcast_to(capacity[:, None], entries.capacity.shape))
+
     def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
         """Returns the most entries that a compressed layer retains of prompts up to a size; None if it retains all."""
         slots = most_entries(self.budget, layer, prompt_size, layers)
@@ -218,6 +235,7 @@ class Policy:
         Args:
             met: the keys as queries saw them, where a score that keeps these queries must not see the cached ones.
         """
+        entries = self.renewed(entries, moment.next_position)
         counts = jnp.minimum(entries.capacity, size)
         scored = entries if met is None else replace(entries, keys=met)
         return self.retain(entries, moment, self.rank(scored, moment, counts), size)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.attend import ReadPlan
-from kvjax.cache import UNLIMITED, Entries, Usage
+from kvjax.cache import UNLIMITED, Entries, Usage, bucket
 from kvjax.checks import LARGEST, check_type, is_integer, shown
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
@@ -23,6 +23,7 @@ from kvjax.runtime.memory import check_bytes, device_memory
 from kvjax.runtime.modes import own_modes
 
 Compress = Literal["auto", "never", "end", "chunk"]
+GIVE_ROOM = "call kvjax.with_room(cache, n) first"
 
 
 class Ending(NamedTuple):
@@ -82,9 +83,9 @@ def only_once(policy: Policy) -> str | None:
 
 def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, compress: bool, final: bool) -> ReadPlan:
     """Returns the plan of a call that reads `new` tokens, with `room` slots for tokens to come where a layer grows."""
-    kept = cache.kept if compress else (None,) * len(cache.kept)
+    kept = _kept(cache, occupied, new) if compress else (None,) * len(cache.kept)
     after = partial(cache.entries.slots_after, occupied, new=new, windows=cache.windows)
-    rooms, newest = [room if grows else 0 for grows in cache.grows], cache.policy.storage.newest
+    rooms, newest = cache.rooms(room), cache.policy.storage.newest
     if newest is None or not (compress and final):
         return ReadPlan(after(room=rooms, kept=kept), kept, final)
     # The entries of a sliding-window layer leave while an answer grows, and slots of settled ones are never used again.
@@ -92,6 +93,13 @@ def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, c
     settled = [None if window else most for most, window in zip(retained, cache.windows, strict=True)]
     stay = [most if all_of is None else min(newest, all_of) for most, all_of in zip(kept, settled, strict=True)]
     return ReadPlan(after(room=rooms, kept=stay), kept, final, tuple(settled))
+
+
+def _kept(cache: KVCache, occupied: Sequence[int], new: int) -> tuple[int | None, ...]:
+    """Returns the most entries that each layer retains once it has been compressed after `new` more tokens."""
+    if cache.policy.budget.pace is None or not cache.filled:
+        return cache.kept
+    return tuple(bucket(there + cache.policy.rise(new)) for there in occupied)
 
 
 def check_fits(cache: KVCache, size: Sequence[int]) -> None:
@@ -139,7 +147,7 @@ def grown(cache: KVCache, size: tuple[int, ...]) -> KVCache:
 
 @own_modes()
 def with_room(cache: KVCache, room: int) -> KVCache:
-    """Gives every layer or head that grows at least `room` empty slots, for that many decode steps.
+    """Gives every layer or head that grows the empty slots for at least `room` decode steps.
 
     It copies keys and values if there are fewer.
 
@@ -150,7 +158,7 @@ def with_room(cache: KVCache, room: int) -> KVCache:
     check_type("cache", cache, KVCache)
     if not is_integer(room) or not 0 <= room <= LARGEST:
         raise ValueError(f"room={shown(room)}: expected an integer in 0 .. {LARGEST}")
-    size = cache.entries.growth(usage(cache), room, grows=cache.grows, windows=cache.windows)
+    size = cache.entries.growth(usage(cache), cache.rooms(room), windows=cache.windows)
     if size is None:
         return cache
     check_fits(cache, size)
@@ -163,11 +171,12 @@ def check_room(cache: KVCache, new: int) -> None:
     It waits for the device only if there is one.
     """
     filling = cache.entries.filling(cache.grows, cache.windows)
-    if not any(filling):
-        return
-    for i, (fills, free) in enumerate(zip(filling, usage(cache).free, strict=True)):
-        if fills and free < new:
-            raise ValueError(f"layer {i} has room for {free} tokens, not {new}; call kvjax.with_room(cache, n) first")
+    if any(filling):
+        for i, (fills, free) in enumerate(zip(filling, usage(cache).free, strict=True)):
+            if fills and free < new:
+                raise ValueError(f"layer {i} has room for {free} tokens, not {new}; {GIVE_ROOM}")
+    elif cache.policy.budget.pace is not None and (free := int(np.min(fetch(free_room(cache))))) < new:
+        raise ValueError(f"the cache has room for {free} tokens, not {new}; {GIVE_ROOM}")
 
 
 def lacks_room(cache: KVCache, lengths: Int[Array, "B"]) -> Bool[Array, "B"]:
@@ -179,7 +188,12 @@ def lacks_room(cache: KVCache, lengths: Int[Array, "B"]) -> Bool[Array, "B"]:
 def free_room(cache: KVCache) -> Int[Array, "B"]:
     """Returns the number of tokens that every layer and head of a row can take; UNLIMITED if none grows."""
     filling = np.array(cache.entries.filling(cache.grows, cache.windows))
-    return jnp.min(jnp.where(filling, cache.entries.usage().free, UNLIMITED), axis=1)
+    free = jnp.min(jnp.where(filling, cache.entries.usage().free, UNLIMITED), axis=1)
+    if cache.policy.budget.pace is None:
+        return free
+    each = zip(cache.entries.bounds, cache.grows, cache.windows, strict=True)
+    evict = [slots for slots, grows, window in each if not grows and slots != window]
+    return jnp.minimum(free, cache.policy.longest(min(evict)) - cache.length) if evict else free
 
 
 def check_reading(chunk: int | None, compress: Compress) -> None:

@@ -23,7 +23,7 @@ class Oldest:
     absorbs: bool = False
     shown: list[list[int]] = field(default_factory=list)
 
-    def expire(self, entries: Slots) -> Slots:
+    def renew(self, entries: Slots) -> Slots:
         return entries
 
     def judge(self, entries: Slots) -> jax.Array:

@@ -220,6 +220,7 @@ DEFAULTS = {
     "quantize": {"bits": 8, "group": None},
     "random": {"budget": 1024, "seed": 0, "sinks": 0, "recent": 0, "every": None},
     "restkv": {"budget": 1024, "window": 32, "alpha": 0.3, "kernel": 5, "reach": 2000},
+    "rising": {"share": 0.5, "every": 1},
     "rkv": {"budget": 1024, "window": 8, "kernel": 7, "mix": 0.07, "threshold": 0.5, "every": 128},
     "roco": {"budget": 1024, "exempt": 0.3, "recent": 10, "sinks": 0, "every": 1},
     "scissorhands": {"budget": 1024, "window": 400, "recent": 10, "drop": 0.5},

@@ -45,7 +45,7 @@ FLOATS = {  # with an integer for those that take one as well
     "(0, 1)": ("share", "drop", "ratio", "salient"),
     "(0, 1]": (
         *("budget", "lazyeviction.alpha", "RecurrenceInterval.alpha", "restkv.alpha", "LostOutput.alpha"),
-        *("Fraction.share", "fraction"),
+        *("Fraction.share", "fraction", "rising.share", "SeenShare.share"),
     ),
     "[0, 1]": (
         *("alpha", "merge.alpha", "merge.beta", "SimilarityMerge.beta", "simlayerkv.threshold"),

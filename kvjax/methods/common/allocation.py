@@ -17,8 +17,13 @@ def check_share(name: str, value: Any) -> None:
 
 
 def check_limited(budget: Budget) -> None:
-    """Raises ValueError if a budget lets the first layer retain everything."""
+    """Raises ValueError if a budget lets the first layer retain everything, or rises with the answer."""
     check_kind("budget", budget, Budget)
+    if budget.pace is not None:
+        raise ValueError(
+            f"a budget of {budget}, which rises with the answer: expected one that is known once the prompt is read, "
+            "since it is allocated then"
+        )
     if most_entries(budget, 0, 1, 1) is None:
         raise ValueError(
             f"a budget of {budget}: expected one that limits every layer, since a layer that retains everything has "

@@ -68,10 +68,14 @@ class Fraction(Budget):
 Total = TypeVar("Total", int, Array)
 
 
+def ratio_of(share: float) -> fractions.Fraction:
+    """Returns the share as people write it, so that 0.1 is exactly one tenth."""
+    return fractions.Fraction(share).limit_denominator(10_000)
+
+
 def share_of(share: float, total: Total) -> Total:
-    """Returns the share of an integer, rounded down. 0.1 is exactly one tenth, and the products stay far below 2^31."""
-    ratio = fractions.Fraction(share).limit_denominator(10_000)
-    numerator, denominator = ratio.numerator, ratio.denominator
+    """Returns the share of an integer, rounded down. The products stay far below 2^31."""
+    numerator, denominator = ratio_of(share).as_integer_ratio()
     return total // denominator * numerator + total % denominator * numerator // denominator
 
 
@@ -99,7 +103,7 @@ class DenseLayers(Budget):
     def __post_init__(self) -> None:
         check_integer("dense_layers", self.first, least=0)
         check_kind("budget", self.budget, Budget)
-        if self.budget.layout is not None:
+        if self.budget.layout is not None or self.budget.pace is not None:
             raise ValueError(
                 f"a budget of {self.budget}: expected one that is known before the prompt is read, such as Fixed or "
                 "Fraction"
