@@ -46,7 +46,7 @@ class RoomMaker:
         return self.policy.merge.effects.at_steps
 
     def renew(self, entries: Slots) -> Slots:
-        seen = self.moment.next_position + 1  # the budget bounds the entries that a query sees, itself included
+        seen = self.moment.next_position + self.incoming  # a budget bounds what a query sees, itself included
         return expired(self.policy.renewed(entries, seen), self.moment, self.incoming)
 
     def judge(self, entries: Slots) -> Float[Array, "B H M"]:

@@ -1,4 +1,4 @@
-"""A budget that is a share of all tokens seen, prompt and answer (kvpress's CompressionRatioDecodingPress).
+"""Rising budgets (no paper; kvpress's CompressionRatioDecodingPress): a share of all tokens seen, prompt and answer.
 
 Differences from kvpress:
 
@@ -53,8 +53,11 @@ class SeenShare(Budget):
 def rising(base: Policy = H2O, share: float = 0.5, every: int = 1) -> Policy:
     """Retains a share of all tokens seen, by another policy's scores, while the prompt is read and while decoding.
 
-    After n tokens each kv head holds at most max(floor(share * n), protected entries + every) entries. The cache grows
-    by `share` slots per token, where a budget of the prompt's share stays as it is.
+    After n tokens each kv head holds at most
+
+        max(floor(share * n), protected entries + every)
+
+    entries. The cache grows by `share` slots per token, where a budget of the prompt's share stays as it is.
 
     Args:
         base: the policy that scores, selects, merges and protects. Its budget, which is a number of entries or a share

@@ -67,7 +67,8 @@ def test_turns_are_those_of_generate(policy: str, tiny: Decoder, shallow: Decode
     check(tiny if pool or policy.startswith("quantize") else shallow, policy, [13, 1, 9] if pool else [20, 1, 18])
 
 
-@pytest.mark.parametrize("policy", ["h2o:budget=12", pytest.param("keydiff:budget=12", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["h2o:budget=12", "keydiff:budget=12"])
 def test_turns_with_recurrent_layers(policy: str) -> None:
     check(hybrid(), policy, [20, 1, 18])
 

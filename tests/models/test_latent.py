@@ -80,7 +80,8 @@ def test_policies_over_latents(policy):
         np.testing.assert_allclose(answer.log_probs[0], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("text", ["full", "snapkv:budget=24,window=4", "morphkv:budget=24,window=4"])
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("text", ["morphkv:budget=24,window=4", "full", "snapkv:budget=24,window=4"])
 def test_all_devices_hold_the_key_and_some_query_heads(text):
     params = latents()
     sharded = kvjax.shard(params, kvjax.make_mesh(data=2, model=4))

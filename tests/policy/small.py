@@ -44,17 +44,21 @@ OPTIONS = {  # for each preset that has the option, itself or in one of its part
 
 @cache
 def small(name: str) -> Policy:
-    """The preset of that name; one that builds on another policy builds on a small SnapKV."""
+    """The preset of that name; one that builds on another policy builds on a small one."""
     every = inspect.signature(policies.PRESETS[name]).parameters.get("every")
     seldom = every.default or 1 if every else 1  # a budget of few slots leaves no room to evict that seldom
     return preset(name, OPTIONS | ({"every": 2 if seldom > BUDGET else 4} if seldom > 1 else {}))
 
 
 def preset(name: str, given: Mapping[str, Any]) -> Policy:
-    """The preset with those of the options that it has, itself or in its parts. SnapKV is what others build on."""
+    """The preset with those of the options that it has, itself or in its parts.
+
+    SnapKV is what others build on, and H2O is what those build on that evict while decoding.
+    """
     parameters = inspect.signature(policies.PRESETS[name]).parameters
     options = {option: value for option, value in given.items() if option in parameters}
-    options |= {option: preset("snapkv", given) for option in ("base", "policy") if option in parameters}
+    base = "h2o" if "every" in parameters else "snapkv"
+    options |= {option: preset(base, given) for option in ("base", "policy") if option in parameters}
     defaults: dict[str, Any] = {name: parameter.default for name, parameter in parameters.items()}
     for option in [name for name, default in defaults.items() if isinstance(default, Part)]:
         own = {field.name for field in fields(defaults[option])}

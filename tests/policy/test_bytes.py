@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +15,7 @@ from kvjax import policies
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.pallas_kernels import PAGE
-from kvjax.parts import GatedShares, Quantized, SalientCodes, ThinKeys
+from kvjax.parts import GatedShares, Quantized, SalientCodes, SeenShare, ThinKeys
 from kvjax.policy import LayerShape, Policy
 from kvjax.reading.layers import step as one_step
 from kvjax.reading.prompt import Batch, read_prompt
@@ -45,6 +46,8 @@ def expected_bytes(policy: Policy, batch: int, params: Decoder) -> int:
             slots = 0
         if not policy.evicts(layer, config.num_layers):
             slots += ROOM
+        elif isinstance(policy.budget, SeenShare):
+            slots += math.ceil(policy.budget.share * ROOM) + policy.every - 1
         if isinstance(policy.storage, Quantized):
             bits, group = policy.storage.bits, policy.storage.group or dim
             entry = 2 * (dim * bits // 8 + dim // group * 2)

@@ -14,6 +14,7 @@ A row that has ended stays as it is, bit for bit, while others are decoded.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -27,7 +28,7 @@ from hypothesis import strategies as st
 
 from kvjax import parts, policies
 from kvjax.cache import Layers, Slots
-from kvjax.parts import GatedShares, GaussianMerge
+from kvjax.parts import GatedShares, GaussianMerge, SeenShare
 from kvjax.policy import PLAIN, Moment, Policy
 from tests import tiny
 from tests.methods.literal_crush import literal as crushed
@@ -73,11 +74,10 @@ def test_retains_distinct_tokens_of_its_text_within_the_budget_and_the_protected
                 check_allocation(policy, tiny.held(cache, b), len(row), i)
             continue
         for layer, layers in enumerate(zip(*(tiny.held(cache, b) for cache in steps), strict=True)):
-            budget = budget_of(policy, layer, len(row))
-            numbers = occupancies(policy, params, steps, b, row, layer, budget)
+            numbers = occupancies(policy, params, steps, b, row, layer)
             for i, heads in enumerate(layers):
                 seen = len(row) + i
-                recent = policy.protect.recent
+                budget, recent = budget_after(policy, layer, row, i), policy.protect.recent
                 recent = int(recent * (budget or 0)) if isinstance(recent, float) else recent
                 for head, number in zip(heads, numbers[i], strict=True):
                     assert len(head) == len(set(head)) == number
@@ -86,9 +86,14 @@ def test_retains_distinct_tokens_of_its_text_within_the_budget_and_the_protected
                     assert set(range(min(policy.protect.sinks, seen))) <= set(head)
 
 
-def occupancies(policy, params, steps, b, row, layer, budget) -> list[list[int]]:
+def budget_after(policy, layer, row, steps) -> int | None:
+    """The entries per head of a layer after so many steps; None if it retains everything."""
+    return budget_of(policy, layer, len(row) + (steps if isinstance(policy.budget, SeenShare) else 0))
+
+
+def occupancies(policy, params, steps, b, row, layer) -> list[list[int]]:
     """The number of entries of each head of a row after the prompt and after each step."""
-    heads = params.config.num_kv_heads
+    heads, budget = params.config.num_kv_heads, budget_after(policy, layer, row, 0)
     if budget is None:
         return [[len(row) + i] * heads for i in range(len(steps))]
     numbers = [[min(len(row), budget)] * heads]
@@ -97,6 +102,7 @@ def occupancies(policy, params, steps, b, row, layer, budget) -> list[list[int]]
     elif getattr(policy.select, "granularity", "token") == "page":
         numbers = [[len(own) for own in whole_pages(policy, before_compression(policy, params, row), row, budget)]]
     for i, cache in enumerate(steps[:-1]):
+        budget = budget_after(policy, layer, row, i + 1)
         room = budget - (policy.every or 0)
         if policy.every is None:
             left = numbers[-1]
@@ -179,6 +185,8 @@ def test_within_the_budget_it_is_full_attention(spec, seed, lengths):
     """U1. A share of the prompt is all of it here, without the answer. A quantised policy equals a quantised cache."""
     share = "budget=0." in spec
     spec = spec.replace("budget=0.5", "budget=1.0").replace("budget=0.4", "budget=1.0")
+    if spec.startswith("rising"):
+        spec = re.sub(r"share=[\d.]+", "share=1.0", spec)
     rows, tokens = draw(seed, lengths, steps=0 if share else 4)
     params, policy = decoder(spec), policies.parse(spec)
     if policy.storage == PLAIN:
