@@ -29,6 +29,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
         ("guide/dialogues.md", 1),
         ("guide/engine.md", 1),
         ("guide/evaluation_tasks.md", 1),
+        ("guide/from_kvpress.md", 1),
         ("guide/long_answers.md", 1),
         ("guide/long_prompts.md", 1),
     ],
