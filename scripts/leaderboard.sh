@@ -13,6 +13,7 @@ list() {
     cat <<'END'
 statistics  the numbers that qfilter, expected_attention_stats and triattention read    5, beside other work
 once        the presets that read the text once, 75 % removed                           not recorded
+decoding    the presets that evict while decoding too                                   not recorded
 twice       the presets that read it twice                                              not recorded
 costly      presets that take longer to compress it than the model takes to read it      not recorded
 shares      the papers' methods and the best, 25, 50 and 87.5 % removed                 not recorded
@@ -62,7 +63,7 @@ statistics() {
 
 page() {
     local runs=()
-    for step in once twice costly shares seen smaller; do
+    for step in once decoding twice costly shares seen smaller; do
         [ ! -e "runs/leaderboard/$step/run.json" ] || runs+=("runs/leaderboard/$step")
     done
     kvjax report "${runs[@]}" --leaderboard runs/leaderboard/board.html \
