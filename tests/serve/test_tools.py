@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax.serve import Settings
 from tests.serve.scripted import HERMES, scripted
-from tests.serve.serving import Serving, send, served
+from tests.serve.serving import Serving, only, send, served
 
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}  # a scripted model would write digits without end
 TOOLS: Any = [
@@ -65,7 +65,7 @@ def serving(scripts: Sequence[str], template: str = HERMES, special: Sequence[st
     with kvjax.Engine(
         params, "full", rows=2, max_prompt=1024, max_new_tokens=128, tokenizer=tokenizer, chunk=128, guided=True
     ) as engine:
-        yield from served(engine, Settings("tiny", "full", api_key="secret"))
+        yield from served(only(engine, "full"), Settings(api_key="secret"))
 
 
 @pytest.fixture(
