@@ -67,11 +67,11 @@ def application(models: Models, settings: Settings, is_closing: Callable[[], boo
 
         return answer
 
-    def turning(kind: type[Turned], turn: Callable[[Engine, Turned], dict[str, Any]]) -> Endpoint:
+    def turning(kind: type[Turned], turn: Callable[[Engine, Template, Turned], dict[str, Any]]) -> Endpoint:
         async def answer(request: Request) -> Response:
             body = parse(kind, await received(request))
             found = models.default if body.model is None else models.find(body.model)
-            return JSONResponse(await run_in_threadpool(turn, found.engine, body))
+            return JSONResponse(await run_in_threadpool(turn, found.engine, template, body))
 
         return answer
 
