@@ -86,6 +86,12 @@ class Footprint:
         return max(0, (memory - self.total(0)) // self.row)
 
 
+def together(footprints: Sequence[Footprint]) -> Footprint:
+    """The bytes of engines with the same weights, of which each has the same number of rows."""
+    parts = ((one.row, one.prompt, one.workspace) for one in footprints)
+    return Footprint(footprints[0].weights, *map(sum, zip(*parts, strict=True)))
+
+
 def check_room(footprints: Sequence[Footprint], rows: int, memory: int | None, data: int) -> None:
     """Raises ValueError if engines with the same weights do not fit together.
 
@@ -95,8 +101,7 @@ def check_room(footprints: Sequence[Footprint], rows: int, memory: int | None, d
         memory: of each device, in bytes; None if it is not known, which is not checked.
         data: the number of devices that the rows of each engine are divided over.
     """
-    sums = [sum(part) for part in zip(*((one.row, one.prompt, one.workspace) for one in footprints), strict=True)]
-    whole = Footprint(footprints[0].weights, *sums)
+    whole = together(footprints)
     if memory is None or whole.total(rows // data) <= memory:
         return
     row, prompt, workspace = (
