@@ -66,9 +66,8 @@ def plan(
     of_each = together(footprints).rows_within(most) if policy and len(policy) > 1 else None
     if as_json:
         asked = {"max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "chunk": chunk}
-        print_json(
-            {"path": str(path), "memory": most, "dtype": str(held), **asked, "plans": found, "rows_of_each": of_each}
-        )
+        plans = {"plans": found, "rows_of_each": of_each}
+        print_json({"path": str(path), "memory": most, "dtype": str(held), **asked, **plans})
         return
     _show(found, f"{max_prompt:,} + {max_new_tokens:,} tokens", max_prompt + max_new_tokens, most, of_each)
 
