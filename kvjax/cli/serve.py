@@ -110,6 +110,8 @@ def serve(
     )
     texts = named_policies(policy or ["full"])
     policies = {name: kvjax.policies.parse(text) for name, text in texts.items()}
+    if coordinator is not None and len(policies) > 1:
+        raise ValueError(f"{len(policies)} policies with --coordinator: expected one --policy on several hosts")
     follows = connected(coordinator, processes, process, math.prod(mesh_sizes(mesh)))
     listener = None if follows else listen(host, port)  # before anything that takes long
     if not (local or follows) and api_key is None:
