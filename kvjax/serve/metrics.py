@@ -111,10 +111,10 @@ class _Counts(Collector):
         for same in zip(*map(histograms, stats.values()), strict=True):
             name, vllm, text, _ = same[0]
             for full in (f"kvjax_{name}", f"vllm:{vllm}"):
-                metric = HistogramMetricFamily(full, text, labels=[LABEL])
+                histogram = HistogramMetricFamily(full, text, labels=[LABEL])
                 for model, (*_, times) in zip(stats, same, strict=True):
-                    metric.add_metric([model], _buckets(times), times.sum)
-                yield metric
+                    histogram.add_metric([model], _buckets(times), times.sum)
+                yield histogram
 
 
 def _finished(stats: Mapping[str, Stats]) -> Iterator[Metric]:

@@ -126,7 +126,7 @@ def test_any_pieces(make: Callable[[], Divider], text: str, expected: Said | Non
 
 def test_arguments_are_not_held_back() -> None:
     """The first part of a call has its name, and the others are what came since then."""
-    texts = {
+    texts: dict[Callable[[], Divider], tuple[str, ...]] = {
         Hermes: ('<tool_call>{"name": "add", "arguments": {"a', '": "x</to', "ol", '"}}</tool_call>'),
         Llama: ('{"name": "add", "parameters": {"a', '": "x</to', "ol", '"}}'),
         Mistral: ('[TOOL_CALLS][{"name": "add", "arguments": {"a', '": "x</to', "ol", '"}}]'),
