@@ -170,6 +170,21 @@ def test_items_become_messages() -> None:
         ({"background": True}, "background", "background=true: expected null or false"),
         ({"tools": [{"type": "web_search"}]}, "tools", 'tools.0.type="web_search": expected "function"'),
         ({"tools": [{"type": "function"}]}, "tools", "is missing"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "tools",
+            'tools.0={"type": "function", "function": {"name": "f"}}: expected tools to be null, or at most 128',
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+            'tool_choice={"type": "function", "function": {"name": "f"}}: expected "none", "auto", "required" or {"ty',
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}},
+            "text",
+            'text.format={"type": "json_schema", "json_schema": {',
+        ),
         ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice", 'expected "none", "auto", "required" or'),
         ({"text": {"format": {"type": "xml"}}}, "text", 'text.format.type="xml": expected "text", "json_object" or'),
         ({"include": ["x"]}, "include", "include"),
