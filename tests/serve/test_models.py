@@ -15,7 +15,7 @@ from kvjax.models import Decoder
 from kvjax.serve import Model, Models, models_of, named_policies
 from tests.serve.serving import Serving, metrics, only, send, served
 
-POLICIES = {"h2o": "h2o:budget=12", "window": "streaming_llm:budget=12,sinks=2"}
+POLICIES = {"h2o": "h2o:budget=12", "window": "streaming_llm:budget=6,sinks=1"}
 SIZES: dict[str, Any] = {"rows": 2, "max_prompt": 24, "max_new_tokens": 128, "chunk": 16}
 ASK: Any = {"temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
 PROMPT = [3, 1, 4] * 7
