@@ -36,7 +36,7 @@ import uvicorn
 import kvjax
 from kvjax.engine.device import Device
 from kvjax.engine.stored import Stored
-from kvjax.serve import Settings, application, listen
+from kvjax.serve import Model, Models, Settings, application, listen
 from kvjax.serve.server import configured
 
 FACTS = "the code of anna is lamp . the code of ben is stone . the code of carl is river . "
@@ -106,7 +106,9 @@ def served(name: str, policy: str, longest: int, *, continued: bool) -> Iterator
         conversation_memory="1GB" if continued else None,
     ) as engine:
         listener = listen("127.0.0.1", 0)
-        server = uvicorn.Server(configured(application(engine, Settings("demo", policy)), patience=PATIENCE))
+        server = uvicorn.Server(
+            configured(application(Models([Model("demo", policy, engine)]), Settings()), patience=PATIENCE)
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"

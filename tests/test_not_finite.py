@@ -15,7 +15,7 @@ from kvjax.inspection import record
 from kvjax.models import Decoder
 from kvjax.serve import Settings
 from tests.patience import PATIENCE
-from tests.serve.serving import KEY, served
+from tests.serve.serving import KEY, only, served
 
 NEW = 6
 ROWS = [[3, 8, 5], [4, 9, 6, 2], [3, 8, 5]]  # three, which other tests have programs for
@@ -70,7 +70,7 @@ def test_other_requests_of_an_engine_go_on(spoilt: Any, talker: Any) -> None:
         with pytest.raises(FloatingPointError, match=f"position {position} "):
             bad.result(timeout=PATIENCE)
         assert good.result(timeout=PATIENCE).tokens.tolist() == answers[0]
-        for serving in served(engine, Settings("tiny", "full", api_key=KEY)):
+        for serving in served(only(engine, "full"), Settings(api_key=KEY)):
             options = {"model": "tiny", "prompt": ROWS[1], "temperature": 0, "max_tokens": NEW}
             ask = partial(serving.client.completions.create, **options, extra_body={"ignore_eos": True})
             for more in ({}, {"logprobs": 0}):

@@ -38,7 +38,7 @@ def plan(
     which the compiler decides: kvjax.Engine counts them when it starts. Default budgets are 1/4 of the prompt.
     """
     from kvjax import policies
-    from kvjax.engine.memory import bytes_of
+    from kvjax.engine.memory import bytes_of, together
     from kvjax.plan import check_sizes
 
     most = _own_memory() if memory is None else bytes_of(memory)
@@ -46,13 +46,14 @@ def plan(
     for text in policy or ():
         policies.parse(text)
     config, _, parameters, _, held = read_model(path, dtype)
-    found: list[dict[str, Any]] = []
+    found, footprints = list[dict[str, Any]](), []
     with Line("planning"):
         for text in policy or recommended(max_prompt, config):
             size = parameters * held.itemsize
             footprint = footprint_of(
                 config, text, size, held, length=max_prompt, new_tokens=max_new_tokens, chunk=chunk
             )
+            footprints.append(footprint)
             found.append(
                 {
                     "policy": text,
@@ -62,11 +63,13 @@ def plan(
                     "rows": footprint.rows_within(most),
                 }
             )
+    of_each = together(footprints).rows_within(most) if policy and len(policy) > 1 else None
     if as_json:
         asked = {"max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "chunk": chunk}
-        print_json({"path": str(path), "memory": most, "dtype": str(held), **asked, "plans": found})
+        plans = {"plans": found, "rows_of_each": of_each}
+        print_json({"path": str(path), "memory": most, "dtype": str(held), **asked, **plans})
         return
-    _show(found, f"{max_prompt:,} + {max_new_tokens:,} tokens", max_prompt + max_new_tokens, most)
+    _show(found, f"{max_prompt:,} + {max_new_tokens:,} tokens", max_prompt + max_new_tokens, most, of_each)
 
 
 def _own_memory() -> int:
@@ -81,14 +84,16 @@ def _own_memory() -> int:
     return most
 
 
-def _show(found: list[dict[str, Any]], row: str, tokens: int, memory: int) -> None:
-    """Prints the answer for the first policy and for the one with most rows, then a table."""
+def _show(found: list[dict[str, Any]], row: str, tokens: int, memory: int, of_each: int | None) -> None:
+    """Prints the answer for the first policy, for the one with most rows and for all together, then a table."""
     console = Console(highlight=False)
     best = max(found, key=lambda one: one["rows"])
     console.print(f"{bytes_text(memory)} hold, beside {bytes_text(found[0]['weights'])} of weights, rows of {row}:")
     for one in [found[0]] if best is found[0] else [found[0], best]:
         rows = one["rows"]
         console.print(f"  {rows:,} rows, {rows * tokens:,} tokens, under {escape(one['policy'])}")
+    if of_each is not None:
+        console.print(f"  {of_each:,} rows under each of these policies, on one server")
     table = numbers_table("", "policy", "rows", "per row", "prompt", no_wrap=True)
     table.title, table.box, table.pad_edge = None, SIMPLE_HEAD, False
     for one in found:

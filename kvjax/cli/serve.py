@@ -14,7 +14,7 @@ import typer
 from kvjax.checks import bytes_text, installs
 from kvjax.cli.console import note
 from kvjax.cli.loading import load
-from kvjax.cli.options import ChatTemplate, Dtype, Gates, Mesh, Model, NewTokens, PolicyText
+from kvjax.cli.options import ChatTemplate, Dtype, Gates, Mesh, Model, NewTokens
 from kvjax.cli.progress import Line
 
 KEY = "KVJAX_API_KEY"
@@ -22,8 +22,15 @@ KEY = "KVJAX_API_KEY"
 
 def serve(
     model: Model,
-    policy: PolicyText = "full",
-    rows: Annotated[int, typer.Option(help="The number of requests that are decoded together.")] = 8,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]POLICY",
+            help="What the cache retains: PRESET or PRESET:OPTION=VALUE,...; by default full. It may be repeated: "
+            "requests name one as MODEL@NAME, where NAME is by default the preset.",
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(help="The number of requests that are decoded together, per policy.")] = 8,
     max_prompt: Annotated[int, typer.Option(help="The most tokens of a prompt.")] = 4096,
     max_new_tokens: NewTokens = 1024,
     max_queue: Annotated[int, typer.Option(help="The most requests that wait for a row.")] = 256,
@@ -75,7 +82,7 @@ def serve(
 ) -> None:
     """Serve a model to clients of OpenAI's API: completions, chats, and a page at /."""
     try:
-        from kvjax.serve import Ending, Settings, application, listen, run
+        from kvjax.serve import Ending, Settings, application, listen, models_of, named_policies, run
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: expected {installs('serve')}") from None
     import jax
@@ -83,15 +90,17 @@ def serve(
     import kvjax
     from kvjax.checkpoint import mesh_sizes
     from kvjax.decoding import sampling
+    from kvjax.engine import Engines
     from kvjax.files.writing import check_folder
     from kvjax.serve.settings import LOOPBACK
 
     if prefix_folder is not None:
         check_folder(prefix_folder, overwrite=True)
     local = host in LOOPBACK
+    called = Path(model).name.removesuffix(".gguf") if name is None else name
+    if not called:
+        raise ValueError("an empty name of the model: expected at least one character")
     settings = Settings(
-        model=Path(model).name.removesuffix(".gguf") if name is None else name,
-        policy=policy,
         api_key=api_key,
         hosts=LOOPBACK if local else None,
         max_body=max_body,
@@ -99,7 +108,10 @@ def serve(
         origins=tuple(allow_origin or ()),
         tool_calls=tool_calls,
     )
-    chosen = kvjax.policies.parse(policy)
+    texts = named_policies(policy or ["full"])
+    policies = {name: kvjax.policies.parse(text) for name, text in texts.items()}
+    if coordinator is not None and len(policies) > 1:
+        raise ValueError(f"{len(policies)} policies with --coordinator: expected one --policy on several hosts")
     follows = connected(coordinator, processes, process, math.prod(mesh_sizes(mesh)))
     listener = None if follows else listen(host, port)  # before anything that takes long
     if not (local or follows) and api_key is None:
@@ -109,9 +121,9 @@ def serve(
     if params.card.sampler is not None:
         settings = replace(settings, sampler=sampling.parse(params.card.sampler))
     with Line("tracing programs"):
-        engine = kvjax.Engine(
+        engines = Engines(
             params,
-            chosen,
+            policies,
             rows=rows,
             max_prompt=max_prompt,
             max_new_tokens=max_new_tokens,
@@ -124,21 +136,26 @@ def serve(
             conversation_memory=conversation_memory,
             guided=guided,
         )
-    with engine:
+    with engines:
         if listener is None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # process 0 finishes what runs, and ends all
             note(f"follows process 0 as process {jax.process_index()}")
-            engine.follow()
+            for engine in engines.values():
+                engine.follow()
             return
-        cache = engine.stats().cache_bytes
-        note(
-            f"{engine.warm_up.programs} programs in {engine.warm_up.seconds:.3g} s; {rows} rows reserve "
-            f"{bytes_text(cache)}, {bytes_text(cache / rows)} per request"
-        )
+        models = models_of(called, texts, engines)
+        for one in models:
+            told = one.engine.warm_up
+            cache = one.engine.stats().cache_bytes
+            note(
+                f"{one.id}: {told.programs} programs in {told.seconds:.3g} s; {rows} rows reserve "
+                f"{bytes_text(cache)}, {bytes_text(cache / rows)} per request"
+            )
         ending = Ending()
-        app = application(engine, settings, ending)
+        app = application(models, settings, ending)
         address = f"[{host}]" if ":" in host else host
-        note(f"{settings.model} at http://{address}:{listener.getsockname()[1]}/v1")
+        named = ", ".join(one.id for one in models)
+        note(f"{named} at http://{address}:{listener.getsockname()[1]}/v1")
         run(app, ending, listener, patience=timeout)
 
 

@@ -18,6 +18,7 @@ EngineClosedError after `close`.
 from kvjax.decoding.grammars import Grammar, GrammarError
 
 from .engine import Engine
+from .engines import Engines
 from .errors import EngineClosedError, QueueFullError, TooLongError
 from .guide import Guide
 from .handle import Answer, Finish, Handle, Token
@@ -28,6 +29,7 @@ __all__ = [
     "Answer",
     "Engine",
     "EngineClosedError",
+    "Engines",
     "Finish",
     "Footprint",
     "Grammar",

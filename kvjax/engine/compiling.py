@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -13,6 +14,11 @@ import jax
 
 from kvjax.runtime.compiled import key_of
 from kvjax.runtime.progress import tell
+
+# Programs of several engines reach all devices of a mesh in one order. In different orders, the collectives of one
+# would wait on one device for those of another, and these on a second device for the first. The lock is held until a
+# program is handed over, not until it has run.
+_one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Programs:
 
     def call(self, program: Any, *args: Any, **static: Any) -> Any:
         """Runs what `compile` has added. It returns before the device has finished."""
-        return self._compiled[key_of(program, args, static)](*args)
+        return self.run(key_of(program, args, static), *args)
 
     def _compile(self, name: Hashable, lowered: jax.stages.Lowered) -> None:
         self._futures[name] = self._pool.submit(lowered.compile)
@@ -84,7 +90,8 @@ class Programs:
 
     def run(self, name: Hashable, *args: Any) -> Any:
         """Runs a program by its name. It returns before the device has finished."""
-        return self._compiled[name](*args)
+        with _one_at_a_time:
+            return self._compiled[name](*args)
 
     def __len__(self) -> int:
         return len(self._futures)

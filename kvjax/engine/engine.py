@@ -13,34 +13,28 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from kvjax import policies
-from kvjax.checks import check_params, check_size, shown
+from kvjax.checks import check_size, shown
 from kvjax.decoding.grammars import Grammars
 from kvjax.decoding.row_guides import RowGuides
-from kvjax.decoding.row_text import check_fast
 from kvjax.decoding.sampling import SamplingMethod
-from kvjax.kv_cache import check_attached, check_groups
-from kvjax.mesh.sharding import MODEL, check_batch, mesh_of, platform_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens, default_ends
 from kvjax.request.prompts import Prompt
-from kvjax.request.request import as_policy, check_tokenizer, texts_of
 from kvjax.runtime.memory import device_memory
 from kvjax.runtime.modes import own_modes
 
 from .device import Device
 from .guide import BIASES, Guide
 from .handle import Handle
-from .hosts import Channel, Leader, check_hosts, follow
+from .hosts import Channel, Leader, follow
 from .loop import Loop
-from .memory import Footprint, bytes_of, weights_per_device
-from .plans import Plans
+from .memory import Footprint, bytes_of, check_room, weights_per_device
+from .planning import plans_of
 from .reuse import Reuse
-from .sizes import CHUNK, Sizes
+from .sizes import CHUNK
 from .stats import Stats
 from .ticket import Options, Ticket
 
@@ -87,6 +81,7 @@ class Engine:
         prefix_folder: str | Path | None = None,
         conversation_memory: int | str | None = None,
         guided: bool = False,
+        beside: Sequence[Footprint] = (),
     ) -> None:
         """Compiles all programs and starts the loop.
 
@@ -113,46 +108,40 @@ class Engine:
                 whose prompt continues one of them reads its new tokens alone. None: every prompt is read.
             guided: whether requests may have a `Guide`. It compiles a second form of two programs, which run only while
                 some row has a guide.
+            beside: the footprints of other engines of the same rows and `params` on these devices, which count too.
 
         Raises:
             ValueError: for an argument that is not accepted, before anything is compiled; and for rows that do not fit
                 into the memory, before any cache is made.
         """
-        check_params(params)
-        check_tokenizer(tokenizer)
-        if tokenizer is not None:
-            check_fast(tokenizer)
-        given = {"rows": rows, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "chunk": chunk}
-        for name, value in {**given, "max_queue": max_queue, "max_end_tokens": max_end_tokens}.items():
-            check_size(name, value)
+        check_size("max_queue", max_queue)
         if steps_at_once is not None:
             check_size("steps_at_once", steps_at_once)
+        plans = plans_of(
+            params,
+            policy,
+            rows=rows,
+            max_prompt=max_prompt,
+            max_new_tokens=max_new_tokens,
+            tokenizer=tokenizer,
+            chunk=chunk,
+            max_end_tokens=max_end_tokens,
+            conversation_memory=conversation_memory,
+        )
         config = params.config
         self.params, self.tokenizer = params, tokenizer
-        self.policy = as_policy(policy) or policies.full()
+        self.policy, self.sizes = plans.policy, plans.sizes
         self._ends = default_ends(params, tokenizer)
-        ends = max(max_end_tokens, len(self._ends))
-        self.sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk, ends=ends, platform=platform_of(params))
-        texts = texts_of(self.policy, tokenizer, config.vocab_size)
         if (longest := max_prompt + max_new_tokens) > config.max_positions:
             warnings.warn(
                 f"requests may reach position {longest} and the model was trained for {config.max_positions} "
                 f"({config.rope}); RoPE extrapolates beyond that, but answers usually degrade",
                 stacklevel=3,
             )
-        mesh = mesh_of(params)
-        if mesh is not None:
-            check_hosts(mesh)
-        check_batch(rows, mesh)
-        check_attached(self.policy, params)
-        check_groups(self.policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
-        dtype, keeps = jnp.dtype(params.embed.dtype), conversation_memory is not None
-        plans = Plans.of(config, self.policy, self.sizes, dtype, mesh, texts, keeps=keeps)
         self.footprint = Footprint.of(config, plans, weights_per_device(params))
         devices = params.embed[...].sharding.addressable_devices
         most = device_memory(devices) if memory is None else bytes_of(memory)
-        if most is not None:
-            self.footprint.check(rows, most, plans.batch)
+        check_room([self.footprint, *beside], rows, most, plans.batch)
         self._reuse = Reuse(
             params,
             plans,
@@ -168,14 +157,13 @@ class Engine:
         device = Device(params, plans, example, self._reuse, steps_at_once, guides)
         self._row = device.row
         self.footprint = replace(self.footprint, workspace=device.workspace)
-        if most is not None:
-            self.footprint.check(rows, most, plans.batch)
+        check_room([self.footprint, *beside], rows, most, plans.batch)
         self.warm_up = device.start(example)
         self.steps_at_once = device.at_once
         self._cache_bytes = device.cache.nbytes
         channel = Channel() if plans.on_hosts else None
         leader = None if channel is None else Leader(device, channel)
-        self._loop = Loop(leader or device, rows, max_queue, device.at_once, guides, keeps=keeps)
+        self._loop = Loop(leader or device, rows, max_queue, device.at_once, guides, keeps=plans.keeps)
         self._follow: Callable[[], None] | None = None
         if channel is not None and jax.process_index() > 0:
             self._follow = partial(follow, device, channel, example.start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,20 +85,34 @@ class Footprint:
         """The most rows of a device with this memory; 0 if none fits."""
         return max(0, (memory - self.total(0)) // self.row)
 
-    def check(self, rows: int, memory: int, data: int) -> None:
-        """Raises ValueError if an engine does not fit.
 
-        Args:
-            rows: of the engine.
-            memory: of each device, in bytes.
-            data: the number of devices that the rows are divided over.
-        """
-        if self.total(rows // data) > memory:
-            raise ValueError(
-                f"rows={rows} take {self.total(rows // data):,} bytes per device: {self.weights:,} of weights, "
-                f"{self.row:,} per row, {self.prompt:,} for the prompt that is read and {self.workspace:,} of "
-                f"workspace; expected at most memory={memory:,}, into which {data * self.rows_within(memory)} rows fit"
-            )
+def together(footprints: Sequence[Footprint]) -> Footprint:
+    """The bytes of engines with the same weights, of which each has the same number of rows."""
+    parts = ((one.row, one.prompt, one.workspace) for one in footprints)
+    return Footprint(footprints[0].weights, *map(sum, zip(*parts, strict=True)))
+
+
+def check_room(footprints: Sequence[Footprint], rows: int, memory: int | None, data: int) -> None:
+    """Raises ValueError if engines with the same weights do not fit together.
+
+    Args:
+        footprints: of the engines.
+        rows: of each engine.
+        memory: of each device, in bytes; None if it is not known, which is not checked.
+        data: the number of devices that the rows of each engine are divided over.
+    """
+    whole = together(footprints)
+    if memory is None or whole.total(rows // data) <= memory:
+        return
+    row, prompt, workspace = (
+        " + ".join(f"{getattr(one, name):,}" for one in footprints) for name in ("row", "prompt", "workspace")
+    )
+    of = "" if len(footprints) == 1 else f" of each of {len(footprints)} engines"
+    raise ValueError(
+        f"rows={rows}{of} take {whole.total(rows // data):,} bytes per device: {whole.weights:,} of weights, {row} per "
+        f"row, {prompt} for the prompt that is read and {workspace} of workspace; expected at most "
+        f"memory={memory:,}, into which {data * whole.rows_within(memory)} rows{of} fit"
+    )
 
 
 def planned_row(config: DecoderConfig, plans: Plans) -> KVCache:

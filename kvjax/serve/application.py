@@ -18,7 +18,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from kvjax.checks import shown
 from kvjax.engine import Engine
 
 from .asking import Asked, Wanted, ask, unless_gone
@@ -28,6 +27,7 @@ from .documents import Chats, Completions, Form
 from .errors import ApiError, gone, told, unexpected, unrouted
 from .gate import Gate
 from .metrics import registry_of
+from .models import Models
 from .outputs import Outputs
 from .parsing import parse
 from .responses import Responses
@@ -40,79 +40,67 @@ Turned = TypeVar("Turned", Tokenize, Detokenize)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def application(engine: Engine, settings: Settings, is_closing: Callable[[], bool] = lambda: False) -> Starlette:
-    """The ASGI application that answers with an engine.
+def application(models: Models, settings: Settings, is_closing: Callable[[], bool] = lambda: False) -> Starlette:
+    """The ASGI application that answers with the engines of models.
 
     Args:
-        engine: an engine with a tokenizer. The caller closes it after the server.
+        models: of one checkpoint. The caller closes their engines after the server.
         settings: what the server accepts.
         is_closing: whether the server shuts down; new requests are then refused.
-
-    Raises:
-        ValueError: the engine has no tokenizer.
     """
-    if engine.tokenizer is None:
-        raise ValueError("the engine has no tokenizer: expected Engine(..., tokenizer=...), because requests are text")
-    registry, template = registry_of(engine, settings.model), Template.of(engine.tokenizer, settings.tool_calls)
+    registry, template = registry_of(models), Template.of(models.default.engine.tokenizer, settings.tool_calls)
     started = int(time.time())
     page = files("kvjax.serve").joinpath("page.html").read_text(encoding="utf-8")
 
-    def check_model(name: str) -> None:
-        if name != settings.model:
-            message = f"there is no model {shown(name)}: expected {settings.model!r}, the model of this server"
-            raise ApiError(404, message, "model", "model_not_found")
-
-    async def asked_for(request: Request, kind: type[Wanted]) -> Asked:
+    async def asked_for(request: Request, kind: type[Wanted]) -> tuple[str, Asked]:
         body = parse(kind, await received(request))
-        check_model(body.model)
-        return await ask(engine, body, settings.sampler, template)
+        found = models.find(body.model)
+        return found.id, await ask(found.engine, body, settings.sampler, template)
 
-    def answering(kind: type[Wanted], form: Form) -> Endpoint:
+    def answering(kind: type[Wanted], form_of: Callable[[str], Form]) -> Endpoint:
         async def answer(request: Request) -> Response:
-            asked = await asked_for(request, kind)
+            name, asked = await asked_for(request, kind)
+            form = form_of(name)
             if asked.stream is not None:
                 return Events(form, asked, settings.timeout)
             return JSONResponse(form.whole(asked, await unless_gone(request, asked, settings.timeout)))
 
         return answer
 
-    def turning(kind: type[Turned], turn: Callable[[Engine, Turned], dict[str, Any]]) -> Endpoint:
+    def turning(kind: type[Turned], turn: Callable[[Engine, Template, Turned], dict[str, Any]]) -> Endpoint:
         async def answer(request: Request) -> Response:
             body = parse(kind, await received(request))
-            check_model(settings.model if body.model is None else body.model)
-            return JSONResponse(await run_in_threadpool(turn, engine, body))
+            found = models.default if body.model is None else models.find(body.model)
+            return JSONResponse(await run_in_threadpool(turn, found.engine, template, body))
 
         return answer
 
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(settings.model, started)]})
+    async def listed(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [model.document(started) for model in models]})
 
-    async def model(request: Request) -> Response:
-        check_model(request.path_params["name"])
-        return JSONResponse(_model(settings.model, started))
+    async def described(request: Request) -> Response:
+        return JSONResponse(models.find(request.path_params["name"]).document(started))
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "closing" if is_closing() else "ok"}, 503 if is_closing() else 200)
 
     async def stats(request: Request) -> Response:
-        found = engine.stats()
-        described = {
-            "model": settings.model,
-            "policy": settings.policy,
-            "tokens_per_second": found.tokens_per_second,
-        }
-        return JSONResponse(asdict(found) | described)
+        name = request.query_params.get("model")
+        model = models.default if name is None else models.find(name)
+        found = model.engine.stats()
+        named = {"model": model.id, "policy": model.policy, "tokens_per_second": found.tokens_per_second}
+        return JSONResponse(asdict(found) | named)
 
     async def measured(request: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def show(request: Request) -> Response:
-        return HTMLResponse(page.replace("MODEL_NAME", settings.model))
+        return HTMLResponse(page.replace("MODEL_NAME", models.default.id))
 
     posts = {
-        "/v1/completions": answering(Completion, Completions(settings.model)),
-        "/v1/chat/completions": answering(Chat, Chats(settings.model)),
-        "/v1/responses": answering(Responses, Outputs(settings.model)),
+        "/v1/completions": answering(Completion, Completions),
+        "/v1/chat/completions": answering(Chat, Chats),
+        "/v1/responses": answering(Responses, Outputs),
         "/tokenize": turning(Tokenize, tokenized),
         "/detokenize": turning(Detokenize, detokenized),
     }
@@ -121,8 +109,8 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
         "/health": health,
         "/metrics": measured,
         "/stats": stats,
-        "/v1/models": models,
-        "/v1/models/{name:path}": model,
+        "/v1/models": listed,
+        "/v1/models/{name:path}": described,
     }
     cors = [_cors(settings.origins)] if settings.origins else []  # first, so that refusals can be read too
     return Starlette(
@@ -142,7 +130,3 @@ async def received(request: Request) -> bytes:
 
 def _cors(origins: Sequence[str]) -> Middleware:
     return Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
-
-
-def _model(name: str, created: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "kvjax"}

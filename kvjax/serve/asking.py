@@ -138,7 +138,7 @@ async def ask(engine: Engine, request: Wanted, sampler: SamplingMethod, template
             eos=request.ends(engine.ends),
             stop=request.stops,
             log_probs=request.log_probs,
-            prefix=request.stored,
+            prefix=request.stored(template),
             chat_template_kwargs=request.template_options,
             guide=guide,
             reuse=request.cache_prompt is not False,
@@ -151,7 +151,7 @@ async def ask(engine: Engine, request: Wanted, sampler: SamplingMethod, template
         raise ApiError(400, message, code="not_supported")
     seed, gone = secrets.randbits(48) if request.seed is None else request.seed, threading.Event()
     count = request.count
-    prompts = [prompt for prompt in request.prompts for _ in range(count)]
+    prompts = [prompt for prompt in request.prompts(template) for _ in range(count)]
     seeds = [(seed + i % count + 2**63) % 2**64 - 2**63 for i in range(len(prompts))]  # of 64 bits
     handles: list[Handle] = []
 

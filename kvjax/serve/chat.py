@@ -43,7 +43,7 @@ class Chat(Dialogue, Choices):
         return [message.document for message in self.messages]
 
     @property
-    def stored(self) -> list[dict[str, Any]] | None:
+    def begun(self) -> list[dict[str, Any]] | None:
         return None if self.prefix is None else [message.document for message in self.prefix]
 
     @property

@@ -19,7 +19,7 @@ from . import grammars
 from .calls import Hermes, Llama, Mistral
 from .dividing import Divider, Plain, Thinking
 from .grammars import Writer
-from .harmony import NAMES, Harmony
+from .harmony import NAMES, Harmony, shown
 
 CHARACTERS = string.ascii_letters + string.digits
 
@@ -36,6 +36,7 @@ class Dialect:
         markers: special tokens that the divider reads.
         always: whether answers without tools have the form too.
         digits: the number of characters of a call's id.
+        shown: makes a message with `reasoning_content` one that templates of the form read; None if they read that.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Dialect:
     markers: tuple[str, ...] = ()
     always: bool = False
     digits: int = 24
+    shown: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     def call_id(self) -> str:
         """A new name of a call. Templates of Mistral accept nine letters and digits."""
@@ -55,7 +57,7 @@ class Dialect:
 DIALECTS = {
     dialect.name: dialect
     for dialect in (
-        Dialect("harmony", "<|channel|>", Harmony, grammars.harmony, NAMES, always=True),
+        Dialect("harmony", "<|channel|>", Harmony, grammars.harmony, NAMES, always=True, shown=shown),
         Dialect("hermes", "<tool_call>", Hermes, grammars.hermes, (Hermes.OPENS, Hermes.CLOSES)),
         Dialect(
             "mistral", "[TOOL_CALLS]", Mistral, grammars.mistral, (Mistral.TAG, Mistral.ARGS, "[CALL_ID]"), digits=9
@@ -109,6 +111,12 @@ class Template:
     def special_tokens(self) -> tuple[str, ...]:
         """The names of all special tokens."""
         return tuple(special_ids(self.tokenizer))
+
+    def shown(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages as the template reads them, given those with `reasoning_content`."""
+        if self.dialect is None or self.dialect.shown is None:
+            return messages
+        return [*map(self.dialect.shown, messages)]
 
     def check(self, *, tools: bool, calls: bool) -> None:
         """Raises ValueError if the model cannot be shown what a request has, or its calls cannot be read.

@@ -49,18 +49,21 @@ class Dialogue(Common):
 
     @property
     def dialogue(self) -> list[dict[str, Any]]:
-        """The messages as chat templates read them."""
+        """The messages as most chat templates read them."""
         raise NotImplementedError
 
     @property
-    def prompts(self) -> list[list[dict[str, Any]]]:
-        """The dialogue as the one prompt."""
-        return [self.dialogue]
-
-    @property
-    def stored(self) -> list[dict[str, Any]] | None:
-        """The prefix as the engine takes it."""
+    def begun(self) -> list[dict[str, Any]] | None:
+        """The first messages, if the server is to store them."""
         return None
+
+    def prompts(self, template: Template) -> list[list[dict[str, Any]]]:
+        """The dialogue as the one prompt."""
+        return [template.shown(self.dialogue)]
+
+    def stored(self, template: Template) -> list[dict[str, Any]] | None:
+        """The prefix as the engine takes it."""
+        return None if self.begun is None else template.shown(self.begun)
 
     @property
     def log_probs(self) -> bool:
@@ -88,11 +91,11 @@ class Dialogue(Common):
         """The way in which answers are read. Raises ValueError for what the template cannot show."""
         if self.tools and "tools" in (self.chat_template_kwargs or {}):
             raise ValueError("tools are given twice, also in chat_template_kwargs: expected one of the two")
-        if self.callable and self.stored is not None:
+        if self.callable and self.begun is not None:
             raise ValueError(
                 "tools are given with a prefix, and the template would write them twice: expected no prefix"
             )
-        called = any("tool_calls" in message for message in [*self.dialogue, *(self.stored or ())])
+        called = any("tool_calls" in message for message in [*self.dialogue, *(self.begun or ())])
         template.check(tools=bool(self.callable), calls=called)
         most = 1 if self.parallel_tool_calls is False else sys.maxsize
         return template.reading(tools=bool(self.callable), options=self.template_options, most_calls=most)

@@ -1,7 +1,8 @@
 """Divides the text of an answer, as it comes, into content, reasoning and calls of tools.
 
-Text that may begin a marker is held back until that is decided. What has the markers of a call and is none, because its
-JSON is broken, is content as it stands, so that nothing is lost.
+Text that may begin a marker is held back until that is decided. A call begins as soon as its name and the brace that
+opens its arguments are there; from there on, its arguments are passed on as they are written. What has the markers of a
+call and does not begin so is content as it stands, so that nothing is lost.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from typing import NamedTuple
 
 
 class Call(NamedTuple):
-    """A call of a tool.
+    """A call of a tool, or more of the arguments of the call before.
 
     Attributes:
-        name: of the function.
-        arguments: a JSON object, as text.
+        name: of the function; None for more of the arguments of the call before.
+        arguments: text, in JSON if the model has written such.
     """
 
-    name: str
+    name: str | None
     arguments: str
 
 
@@ -34,7 +35,11 @@ class Said(NamedTuple):
 
     def then(self, more: Said) -> Said:
         """This part and one that follows it."""
-        return Said(self.content + more.content, self.reasoning + more.reasoning, self.calls + more.calls)
+        content, reasoning = self.content + more.content, self.reasoning + more.reasoning
+        if self.calls and more.calls and more.calls[0].name is None:
+            (*before, last), (first, *after) = self.calls, more.calls
+            return Said(content, reasoning, (*before, Call(last.name, last.arguments + first.arguments), *after))
+        return Said(content, reasoning, self.calls + more.calls)
 
 
 class Divider(ABC):

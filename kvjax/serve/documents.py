@@ -177,10 +177,8 @@ class Chats(ChoiceForm):
         if said.reasoning:
             delta["reasoning_content"] = said.reasoning
         if said.calls:
-            numbers = range(piece.calls_before, piece.calls_before + len(said.calls))
-            delta["tool_calls"] = [
-                {"index": i} | call for i, call in zip(numbers, self._calls(asked, said), strict=True)
-            ]
+            first = piece.calls_before - (said.calls[0].name is None)
+            delta["tool_calls"] = [{"index": i} | call for i, call in enumerate(self._calls(asked, said), first)]
         return self._chunk(asked, index, delta, self._log_probs(asked, piece), piece.finish)
 
     def _message(self, asked: Asked, said: Said) -> dict[str, Any]:
@@ -193,8 +191,11 @@ class Chats(ChoiceForm):
 
     @staticmethod
     def _calls(asked: Asked, said: Said) -> list[dict[str, Any]]:
+        """The calls, of which one without a name is more of the arguments of the call before."""
         return [
-            {
+            {"function": {"arguments": call.arguments}}
+            if call.name is None
+            else {
                 "id": asked.reading.call_id(),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
-from pydantic_core import from_json
+from pydantic import Field
 
 from .fields import Flag, Ignored, Strict, String
+from .writing import parsed
 
 MOST_TOOLS = 128
 
@@ -18,12 +18,6 @@ Name = Annotated[
         description="a name of at most 64 letters, digits, dots, dashes and underscores",
     ),
 ]
-
-
-def _object(text: str) -> str:
-    if not isinstance(from_json(text, allow_inf_nan=False), dict):
-        raise ValueError
-    return text
 
 
 class Function(Strict):
@@ -70,14 +64,15 @@ class Choice(Strict):
 
 
 class Called(Strict):
-    """A function and the arguments of a call, as text in JSON."""
+    """A function and the arguments of a call, as text: a JSON object, or what a model has written in its place."""
 
     name: Name
-    arguments: Annotated[str, AfterValidator(_object), Field(description="a string that is a JSON object")]
+    arguments: Annotated[str, Field(description="a string, which should be a JSON object")]
 
     def document_of(self, call_id: str) -> dict[str, Any]:
-        """The call as chat templates read it: its arguments are an object."""
-        arguments = from_json(self.arguments, allow_inf_nan=False)
+        """The call as chat templates read it: its arguments are an object, or the text if that is none."""
+        found = parsed(self.arguments)
+        arguments = found if isinstance(found, dict) else self.arguments
         return {"id": call_id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 

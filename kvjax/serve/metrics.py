@@ -1,16 +1,20 @@
-"""The engine's counts in Prometheus' form, under its own names and, where vLLM counts the same, under vLLM's."""
+"""The engines' counts in Prometheus' form, under its own names and, where vLLM counts the same, under vLLM's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvjax.engine import Engine, Histogram, Stats
+from kvjax.engine import Histogram, Stats
 
+from .models import Models
+
+LABEL = "model_name"
 REASONS = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "abort", "failed": "error"}  # vLLM's
 
 
@@ -28,6 +32,12 @@ class Named(NamedTuple):
     vllm: str | None
     text: str
     value: float
+
+    @property
+    def names(self) -> list[str]:
+        """The full names."""
+        named = {"kvjax_": self.name, "vllm:": self.vllm}
+        return [prefix + name for prefix, name in named.items() if name is not None]
 
 
 def gauges(stats: Stats) -> list[Named]:
@@ -72,53 +82,57 @@ def histograms(stats: Stats) -> list[tuple[str, str, str, Histogram]]:
     ]
 
 
-def registry_of(engine: Engine, model: str) -> CollectorRegistry:
-    """Returns the registry that `/metrics` writes. Names of vLLM have the label `model_name`."""
+def registry_of(models: Models) -> CollectorRegistry:
+    """Returns the registry that `/metrics` writes. Everything has the label `model_name`."""
     registry = CollectorRegistry()
-    registry.register(_Engine(engine, model))
+    registry.register(_Counts(models))
     return registry
 
 
-class _Engine(Collector):
-    """Reads an engine's counts when they are asked for."""
+class _Counts(Collector):
+    """Reads the counts of engines when they are asked for."""
 
-    def __init__(self, engine: Engine, model: str) -> None:
-        self.engine, self.model = engine, model
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        stats = self.engine.stats()
-        for family, found in ((GaugeMetricFamily, gauges(stats)), (CounterMetricFamily, counters(stats))):
-            for one in found:
-                if one.name is not None:
-                    yield family(f"kvjax_{one.name}", one.text, one.value)
-                if one.vllm is not None:
-                    yield self._labelled(family(f"vllm:{one.vllm}", one.text, labels=["model_name"]), one.value)
-        finished = CounterMetricFamily("kvjax_finished", "Finished requests by reason.", labels=["reason"])
-        labels = ["model_name", "finished_reason"]
-        reasons = CounterMetricFamily("vllm:request_success", "Finished requests by reason.", labels=labels)
+        stats = {model.id: model.engine.stats() for model in self._models}
+        for family, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for same in zip(*map(numbers, stats.values()), strict=True):  # of all models
+                for name in same[0].names:
+                    metric = family(name, same[0].text, labels=[LABEL])
+                    for model, one in zip(stats, same, strict=True):
+                        metric.add_metric([model], one.value)
+                    yield metric
+        yield from _finished(stats)
+        for same in zip(*map(histograms, stats.values()), strict=True):
+            name, vllm, text, _ = same[0]
+            for full in (f"kvjax_{name}", f"vllm:{vllm}"):
+                histogram = HistogramMetricFamily(full, text, labels=[LABEL])
+                for model, (*_, times) in zip(stats, same, strict=True):
+                    histogram.add_metric([model], _buckets(times), times.sum)
+                yield histogram
+
+
+def _finished(stats: Mapping[str, Stats]) -> Iterator[Metric]:
+    """Finished requests by model and reason."""
+    text = "Finished requests by reason."
+    finished = CounterMetricFamily("kvjax_finished", text, labels=[LABEL, "reason"])
+    reasons = CounterMetricFamily("vllm:request_success", text, labels=[LABEL, "finished_reason"])
+    for model, one in stats.items():
         sums = dict.fromkeys(REASONS.values(), 0)
-        for reason, number in stats.finished.items():
-            finished.add_metric([reason], number)
+        for reason, number in one.finished.items():
+            finished.add_metric([model, reason], number)
             sums[REASONS[reason]] += number
         for reason, number in sums.items():
-            reasons.add_metric([self.model, reason], number)
-        yield from (finished, reasons)
-        for name, vllm, text, times in histograms(stats):
-            yield _histogram(f"kvjax_{name}", text, times, {})
-            yield _histogram(f"vllm:{vllm}", text, times, {"model_name": self.model})
-
-    def _labelled(self, metric: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
-        metric.add_metric([self.model], value)
-        return metric
+            reasons.add_metric([model, reason], number)
+    yield from (finished, reasons)
 
 
-def _histogram(name: str, text: str, times: Histogram, labels: dict[str, str]) -> Metric:
-    metric, total, buckets = HistogramMetricFamily(name, text, labels=[*labels]), 0, []
-    for bound, count in zip((*map(str, times.bounds), "+Inf"), times.counts, strict=True):
-        total += count
-        buckets.append((bound, total))
-    metric.add_metric([*labels.values()], buckets, times.sum)
-    return metric
+def _buckets(times: Histogram) -> list[tuple[str, float]]:
+    """The number of times up to each bound."""
+    bounds = (*map(str, times.bounds), "+Inf")
+    return [*zip(bounds, accumulate(times.counts), strict=True)]

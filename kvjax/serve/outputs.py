@@ -25,8 +25,9 @@ class Outputs(Form):
             items.open("reasoning")["content"][0]["text"] = said.reasoning
         if said.content or not (said.reasoning or said.calls):
             items.open("message")["content"][0] |= {"text": said.content, "logprobs": _spelled(asked, answer)}
-        for call in said.calls:
-            items.call(call)
+        for name, arguments in said.calls:
+            assert name is not None, "the first piece of an answer goes on with a call"
+            items.call(name, arguments)
         return self.document(asked, items, answer.finish, answer.tokens)
 
     def stream(self, asked: Asked) -> Stream:
@@ -95,9 +96,9 @@ class Items:
             item = {"role": "assistant"}
         return self._add(kind, "rs" if kind == "reasoning" else "msg", item | {"content": [part]})
 
-    def call(self, call: Call) -> dict[str, Any]:
+    def call(self, name: str, arguments: str) -> dict[str, Any]:
         """Adds a call."""
-        named = {"call_id": self._asked.reading.call_id(), "name": call.name, "arguments": call.arguments}
+        named = {"call_id": self._asked.reading.call_id(), "name": name, "arguments": arguments}
         return self._add("function_call", "fc", named)
 
     def _add(self, kind: str, prefix: str, item: dict[str, Any]) -> dict[str, Any]:
@@ -120,15 +121,17 @@ class Streamed(Stream):
 
     def add(self, index: int, piece: Piece) -> Documents:
         self._tokens += piece.tokens
-        said = piece.said
+        said, calls = piece.said, piece.said.calls
         self._spelled += _spelled(self._asked, piece)
         events: Documents = []
+        if calls and calls[0].name is None:  # the rest of a call, which may end before the text begins
+            events, calls = self._call(calls[0]), calls[1:]
         if said.reasoning:
             events += self._text("reasoning", said.reasoning)
         if said.content:
             events += self._text("message", said.content)
-        for call in said.calls:
-            events += [*self._close("completed"), *self._call(call)]
+        for call in calls:
+            events += self._call(call)
         self._finish = piece.finish
         return events
 
@@ -190,6 +193,12 @@ class Streamed(Stream):
         item, self._open = self._open, None
         if item is None:
             return []
+        if item["type"] == "function_call":
+            named = {name: item[name] for name in ("name", "arguments")}
+            return [
+                self._of("function_call_arguments.done", item_id=item["id"], **named),
+                self._of("output_item.done", item=item | {"status": status}),
+            ]
         part = item["content"][0]
         self._take_spelled(part)
         at = {"item_id": item["id"], "content_index": 0}
@@ -201,12 +210,13 @@ class Streamed(Stream):
         ]
 
     def _call(self, call: Call) -> Documents:
-        """A call, which comes when it is complete."""
-        item = self._items.call(call)
-        at = {"item_id": item["id"]}
-        return [
-            self._of("output_item.added", item=item | {"arguments": "", "status": "in_progress"}),
-            self._of("function_call_arguments.delta", **at, delta=call.arguments),
-            self._of("function_call_arguments.done", **at, name=call.name, arguments=call.arguments),
-            self._of("output_item.done", item=item | {"status": "completed"}),
-        ]
+        """A call, or more of the arguments of the last one."""
+        events: Documents = []
+        if call.name is not None:
+            events = self._close("completed")
+            self._open = self._items.call(call.name, "")
+            events.append(self._of("output_item.added", item=self._open | {"status": "in_progress"}))
+        item = self._open
+        assert item is not None
+        item["arguments"] += call.arguments
+        return [*events, self._of("function_call_arguments.delta", item_id=item["id"], delta=call.arguments)]

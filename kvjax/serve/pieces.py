@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.decoding.spelling import Spelled, Spelling, alone
@@ -11,7 +11,7 @@ from kvjax.engine import Answer, Finish, Handle, Token
 from kvjax.engine.handle import Top
 
 from .dialects import Reading
-from .dividing import Said
+from .dividing import Call, Said
 
 _REASONS: dict[Finish | None, str | None] = {None: None, "end": "stop", "stop": "stop", "length": "length"}
 
@@ -24,7 +24,8 @@ class Piece(NamedTuple):
         tokens: the number of tokens since then.
         spelled: the tokens whose text is certain since then, if the request asks for log-probabilities.
         top: of each of these, the most probable tokens in its place.
-        calls_before: the number of calls in earlier pieces.
+        calls_before: the number of calls that earlier pieces have begun. The first call of this piece may go on with
+            the last of them.
         finish: OpenAI's reason, with the last piece of an answer.
     """
 
@@ -62,22 +63,28 @@ class Pieces:
             text: that the engine is certain of.
             finish: why the answer ends, with its last tokens.
         """
-        last, before = finish is not None, self._calls
+        last, before = finish is not None, min(self._calls, self._most)
         self._tokens += len(tokens)
         said = self._divider.add(text, last=last)
-        calls = said.calls[: self._most - before]
+        said = said._replace(calls=tuple(self._kept(said.calls)))
         spelled: Sequence[Spelled] = ()
         if self._spelling is not None:
             self._top.extend(token.top for token in tokens)
             spelled = self._spelling.add(((token.id, token.log_prob) for token in tokens), text, last=last)
         if not (said or spelled or last):
             return None
-        self._calls += len(calls)
         reason = "tool_calls" if self._calls and finish in ("end", "stop") else _REASONS[finish]
         top = [self._top.popleft() for _ in spelled]
-        piece = Piece(said._replace(calls=calls), self._tokens, spelled, top, before, reason)
+        piece = Piece(said, self._tokens, spelled, top, before, reason)
         self._tokens = 0
         return piece
+
+    def _kept(self, calls: Sequence[Call]) -> Iterator[Call]:
+        """Calls, and parts of calls, but for those beyond the most calls of an answer."""
+        for call in calls:
+            self._calls += call.name is not None
+            if self._calls <= self._most:
+                yield call
 
     def whole(self, answer: Answer) -> Piece:
         """All of an answer as one piece."""

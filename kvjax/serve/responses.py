@@ -17,11 +17,13 @@ REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p", "parall
 
 
 def _nested(inner: str, kind: str) -> BeforeValidator:
-    """Puts the fields of an object of this type into one of it, as chats have them."""
+    """Puts the fields of an object of this type into one of it, as chats have them. The form of chats is refused."""
 
     def nest(value: Any) -> Any:
         if not isinstance(value, dict) or value.get("type") != kind:
             return value
+        if inner in value:
+            raise ValueError
         return {"type": kind, inner: {name: field for name, field in value.items() if name != "type"}}
 
     return BeforeValidator(nest)
@@ -72,7 +74,9 @@ class Responses(Dialogue):
     tools: Annotated[
         Annotated[list[Annotated[Tool, _nested("function", "function")]], Field(max_length=MOST_TOOLS, fail_fast=True)]
         | None,
-        Field(description=f"null, or at most {MOST_TOOLS} tools of the type function"),
+        Field(
+            description=f'null, or at most {MOST_TOOLS} tools, {{"type": "function", "name": ..., "parameters": ...}}'
+        ),
     ] = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | Annotated[Choice, _nested("function", "function")] | None,

@@ -250,13 +250,11 @@ class Completion(Choices):
     def echoes(self) -> bool:
         return bool(self.echo)
 
-    @property
-    def stored(self) -> str | list[int] | None:
+    def stored(self, template: Template) -> str | list[int] | None:
         """The prefix as the engine takes it."""
         return self.prefix
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self, template: Template) -> list[str | list[int]]:
         """One prompt per entry."""
         given: Any = self.prompt
         return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)

@@ -19,8 +19,6 @@ class Settings:
     """The settings of an application.
 
     Attributes:
-        model: the name of the model in requests and answers.
-        policy: the policy as the page and `/stats` show it.
         api_key: the key that clients send as a bearer token; None asks for none.
         hosts: the names in the Host header that are answered; None answers all. On a loopback address the names of the
             loopback keep web pages of other hosts from reaching the server under a name of their own.
@@ -32,8 +30,6 @@ class Settings:
         tool_calls: the form of calls of tools, a name of `DIALECTS`; None takes it from the chat template.
     """
 
-    model: str
-    policy: str
     api_key: str | None = None
     hosts: tuple[str, ...] | None = LOOPBACK
     max_body: int = 4_000_000
@@ -44,8 +40,6 @@ class Settings:
     tool_calls: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ValueError("an empty name of the model: expected at least one character")
         key = self.api_key
         if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
             raise ValueError("the API key is empty or has other characters: expected visible ASCII characters")

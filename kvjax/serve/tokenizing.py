@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from kvjax.engine import Engine
 from kvjax.request.prompts import rows_of
 
+from .dialects import Template
 from .errors import ApiError
 from .fields import Flag, Strict, String, refused
 from .functions import Tools
@@ -50,12 +51,12 @@ class Detokenize(Strict):
     tokens: Annotated[Ids, Field(description="a list of token ids, not empty")]
 
 
-def tokenized(engine: Engine, request: Tokenize) -> dict[str, Any]:
+def tokenized(engine: Engine, template: Template, request: Tokenize) -> dict[str, Any]:
     """The answer of `/tokenize`. Raises ApiError for what the tokenizer or the chat template refuses."""
     prompt: Any = request.prompt
     options = None
     if request.messages is not None:
-        prompt = [message.document for message in request.messages]
+        prompt = template.shown([message.document for message in request.messages])
         tools = {"tools": [tool.document for tool in request.tools]} if request.tools else {}
         options = (request.chat_template_kwargs or {}) | tools
     try:
@@ -74,7 +75,7 @@ def tokenized(engine: Engine, request: Tokenize) -> dict[str, Any]:
     return {"count": row.size, "max_model_len": longest, "tokens": row.tolist(), "token_strs": names}
 
 
-def detokenized(engine: Engine, request: Detokenize) -> dict[str, Any]:
+def detokenized(engine: Engine, template: Template, request: Detokenize) -> dict[str, Any]:
     """The answer of `/detokenize`: text with special tokens. Raises ApiError for ids that are none."""
     last = engine.params.config.vocab_size - 1
     if outside := [token for token in request.tokens if not 0 <= token <= last]:

@@ -203,6 +203,9 @@ def test_plan_says_how_many_rows_fit(tmp_path) -> None:
     status, stdout, _ = kv("plan", model, "--memory", "1MB", *options, "--chunk", 32, "--json")
     assert status == 0
     full, h2o = json.loads(stdout)["plans"]
+    of_each = json.loads(stdout)["rows_of_each"]
+    prompts, rows = full["prompt"] + h2o["prompt"], full["bytes_per_row"] + h2o["bytes_per_row"]
+    assert of_each == (10**6 - full["weights"] - prompts) // rows
     params, _ = kvjax.load(model)
     for plan, policy in ((full, "full"), (h2o, "h2o:budget=16")):
         cache = kvjax.plan_cache(
@@ -215,4 +218,5 @@ def test_plan_says_how_many_rows_fit(tmp_path) -> None:
     status, stdout, _ = kv("plan", model, "--memory", "1MB", *options, "--chunk", 32)
     assert status == 0
     assert f"{h2o['rows']}" in stdout
+    assert f"{of_each} rows under each of these policies" in stdout
     assert kv("plan", model, "--memory", "much")[0] == 2

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import kvjax
-from kvjax.serve import Settings, application
+from kvjax.engine import Engines
+from kvjax.serve import Settings, application, models_of
 from kvjax.serve.chat import Chat
 from kvjax.serve.responses import Responses
 from kvjax.serve.schema import Completion
@@ -30,7 +30,8 @@ from tests.serve.drawing import UNKNOWN, likely, value
 from tests.tiny import decoder
 
 KEY, MAX_BODY = "secret", 20_000
-POLICY = "keydiff:budget=16"
+POLICIES = {"keydiff": "keydiff:budget=16", "h2o": "h2o:budget=12"}
+NAMES = ("tiny", "tiny@keydiff", "tiny@h2o")
 LITERALS = (
     b"NaN",
     b"-Infinity",
@@ -93,7 +94,7 @@ def requests(seed: int, number: int) -> Iterator[Sent]:
     rng = random.Random(seed)
     for _ in range(number):
         kind, path, asks = rng.choice(ASKED)
-        body: dict[str, Any] = {"model": "tiny"} | asks
+        body: dict[str, Any] = {"model": rng.choice(NAMES)} | asks
         for _ in range(rng.choice([0, 1, 1, 2, 4])):
             name = rng.choice([*kind.model_fields])
             body[name] = likely(rng, name) if rng.random() < 0.8 else value(rng)
@@ -116,6 +117,7 @@ def requests(seed: int, number: int) -> Iterator[Sent]:
                 "/v1/models",
                 "/v1/models/",
                 "/v1/models/tiny",
+                "/v1/models/tiny@h2o",
                 "/v1/models/\0",
             ]
             sent.path = rng.choice([*tried, "/v1/completions/", "//", "/" + "é" * 3000, "/v1/responses", ""])
@@ -187,7 +189,7 @@ def check(sent: Sent, status: int, body: bytes, kind: str) -> None:
         events = body.decode().removesuffix("\n\n").split("\n\n")
         assert sent.leaves or events.pop() == "data: [DONE]"
         found = [document(event.removeprefix("data: ")) for event in events if event]
-        assert all("choices" in event and event["model"] == "tiny" for event in found)
+        assert all("choices" in event and event["model"] in NAMES[1:] for event in found)
         check_spelling([choice for event in found for choice in event["choices"]])
     elif kind.startswith("application/json") and sent.method == "POST" and sent.path.startswith("/v1"):
         check_spelling(document(body)["choices"])
@@ -244,9 +246,9 @@ def fuzzed(seed: int, number: int) -> tuple[Counter[int], list[str]]:
                 faults.append(f"request {i}: {error!r}: {status} {body[:300]!r} for {str(sent)[:600]}")
             counts[status] += 1
 
-    with kvjax.Engine(
+    with Engines(
         decoder(vocab=258),
-        POLICY,
+        POLICIES,
         rows=2,
         max_prompt=64,
         max_new_tokens=16,
@@ -255,8 +257,9 @@ def fuzzed(seed: int, number: int) -> tuple[Counter[int], list[str]]:
         prefix_memory="1MB",
         conversation_memory="1MB",
         guided=True,
-    ) as engine:
-        asyncio.run(all_of_them(application(engine, Settings("tiny", POLICY, api_key=KEY, max_body=MAX_BODY))))
+    ) as engines:
+        settings = Settings(api_key=KEY, max_body=MAX_BODY)
+        asyncio.run(all_of_them(application(models_of("tiny", POLICIES, engines), settings)))
     return counts, faults
 
 

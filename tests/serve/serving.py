@@ -14,7 +14,7 @@ import openai
 import uvicorn
 
 import kvjax
-from kvjax.serve import Settings, application, listen
+from kvjax.serve import Model, Models, Settings, application, listen
 from kvjax.serve.server import configured
 from tests.patience import PATIENCE
 
@@ -29,7 +29,7 @@ class Serving:
     """A running server.
 
     Attributes:
-        engine: what it answers with.
+        engine: what the first model answers with.
         port: where it listens.
     """
 
@@ -49,13 +49,21 @@ class Serving:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE)
 
 
-def served(engine: kvjax.Engine, settings: Settings) -> Iterator[Serving]:
+OPEN = Settings()
+
+
+def only(engine: kvjax.Engine, policy: str = POLICY, name: str = "tiny") -> Models:
+    """The models of a server that has one."""
+    return Models([Model(name, policy, engine)])
+
+
+def served(models: Models, settings: Settings = OPEN) -> Iterator[Serving]:
     """Yields a server that runs in a thread, and ends it afterwards."""
     listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(configured(application(engine, settings), patience=PATIENCE))
+    server = uvicorn.Server(configured(application(models, settings), patience=PATIENCE))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    yield Serving(engine, listener.getsockname()[1])
+    yield Serving(models.default.engine, listener.getsockname()[1])
     server.should_exit = True
     thread.join()
     listener.close()
@@ -73,3 +81,9 @@ def send(serving: Serving, path: str, body: Any = None, **headers: str) -> tuple
     except urllib.error.HTTPError as error:
         with error:
             return error.code, json.loads(error.read())
+
+
+def metrics(serving: Serving) -> list[str]:
+    """The lines of `/metrics`."""
+    with urllib.request.urlopen(f"{serving.url}/metrics", timeout=PATIENCE) as answer:
+        return answer.read().decode().splitlines()

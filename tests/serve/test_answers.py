@@ -9,8 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.models import Decoder
-from kvjax.serve import Settings
-from tests.serve.serving import POLICY, Serving, served
+from tests.serve.serving import POLICY, Serving, only, served
 
 PROMPT = "ba ce di fo gu"
 CHAT: Any = [{"role": "system", "content": "ba"}, {"role": "user", "content": [{"type": "text", "text": "ce di"}]}]
@@ -151,7 +150,7 @@ def test_a_stored_prefix(shallow: Decoder, talker: Any) -> None:
     with kvjax.Engine(
         shallow, policy, rows=2, max_prompt=32, max_new_tokens=8, tokenizer=talker, prefix_memory="1GB"
     ) as engine:
-        for serving in served(engine, Settings("tiny", policy)):
+        for serving in served(only(engine, policy)):
             for question in ("ce di", "gu"):
                 out = serving.client.completions.create(
                     model="tiny", prompt=question, temperature=0, max_tokens=8, extra_body={"prefix": document}

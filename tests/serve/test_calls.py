@@ -28,13 +28,33 @@ CASES: list[tuple[Callable[[], Divider], str, Said | None]] = [
     (Hermes, 'a <tool_call>{"name": "ad', Said('a<tool_call>{"name": "ad')),
     (Hermes, "<tool_call>{'name'}</tool_call> x", Said("<tool_call>{'name'}</tool_call> x")),
     (Hermes, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', None),
-    (Hermes, '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', None),
+    (Hermes, '<tool_call>{"name": 1, "arguments": {}}</tool_call>', None),
     (Hermes, '<tool_call>{"name": "get", "arguments": "{}"}</tool_call>', Said(calls=(GET,))),
+    (Hermes, '<tool_call>{"arguments": {}, "name": "get"}</tool_call>', Said(calls=(GET,))),
+    (
+        Hermes,
+        f'<tool_call>{{"name" : "a\\"b" ,"arguments":{JSON}, "id": 1}} x</tool_call>',
+        Said(" x", calls=(Call('a"b', JSON),)),
+    ),
+    (Hermes, '<tool_call>{"name": "f", "arguments": {"a":  NaN}}</tool_call>', Said(calls=(Call("f", '{"a":  NaN}'),))),
+    (Hermes, '<tool_call>{"name": "f", "arguments": {"a": {</tool_call>b', Said("b", calls=(Call("f", '{"a": {'),))),
+    (Hermes, '<tool_call>{"name": "f", "arguments": {}</tool_call>', Said(calls=(Call("f", "{}"),))),
+    (Hermes, '<tool_call>{"name": "f", "arguments": {} x</tool_call>', Said(" x", calls=(Call("f", "{}"),))),
+    (
+        Hermes,
+        '<tool_call>{"name": "f", "arguments": {"a": "}\\"} {\\\\"}}</tool_call>',
+        Said(calls=(Call("f", '{"a": "}\\"} {\\\\"}'),)),
+    ),
     (Llama, "Hello {", Said("Hello {")),
     (Llama, f' {{"name": "add", "parameters": {JSON}}}', Said(calls=(ADD,))),
     (Llama, f'<|python_tag|>{{"name": "add", "parameters": {JSON}}}; {{"name": "get"}}', Said(calls=(ADD, GET))),
-    (Llama, '{"name": "get"} and more', None),
-    (Llama, '{"a": 1}', None),
+    (Llama, '{"name": "get"} and more', Said(" and more", calls=(GET,))),
+    (Llama, '{"a": 1} and {"name": "get"}', None),
+    (Llama, ' ; {"a": 1}', None),
+    (Llama, '{"name": "add", "parameters": {"a', Said(calls=(Call("add", '{"a'),))),
+    (Llama, '{"name": "get"};{"b": 1}', Said(';{"b": 1}', calls=(GET,))),
+    (Llama, f'{{"name": "get"}}\n<|python_tag|> {{"name": "add", "parameters": {JSON}}} ;', Said(calls=(GET, ADD))),
+    (Llama, "<|python_tag|>", None),
     (Llama, "<|python_tag|>print(1)", None),
     (Llama, "<|pyth", None),
     (Llama, "  ", None),
@@ -42,7 +62,13 @@ CASES: list[tuple[Callable[[], Divider], str, Said | None]] = [
     (Mistral, f'[TOOL_CALLS][{{"name": "add", "arguments": {JSON}}}, {{"name": "get"}}]', Said(calls=(ADD, GET))),
     (Mistral, f"Look: [TOOL_CALLS]add[ARGS]{JSON}[TOOL_CALLS]get{{}}", Said("Look: ", calls=(ADD, GET))),
     (Mistral, "[TOOL_CALLS]get[CALL_ID]a1[ARGS]{}", Said(calls=(GET,))),
-    (Mistral, "[TOOL_CALLS]add[ARGS]{", None),
+    (Mistral, f"[TOOL_CALLS]get{{}} \n[TOOL_CALLS] add[ARGS] {JSON}\n so", Said("so", calls=(GET, ADD))),
+    (Mistral, f'[TOOL_CALLS] [ {{"name": "add", "arguments": {JSON}}} ] so', Said("so", calls=(ADD,))),
+    (Mistral, "[TOOL_CALLS]add[ARGS]{", Said(calls=(Call("add", "{"),))),
+    (Mistral, "[TOOL_CALLS]add it {", None),
+    (Mistral, '[TOOL_CALLS][{"a": 1}, {"name": "get"}] so', None),
+    (Mistral, '[TOOL_CALLS][{"name": "get"}, {"a": 1}] so', Said(', {"a": 1}] so', calls=(GET,))),
+    (Mistral, "[TOOL_CALLS] [ ", None),
     (Mistral, "[TOOL", None),
     (
         Harmony,
@@ -63,10 +89,12 @@ CASES: list[tuple[Callable[[], Divider], str, Said | None]] = [
     ),
     (Harmony, "<|channel|>final<|message|>done<|return|>", Said("done")),
     (Harmony, "plain", Said("plain")),
+    (Harmony, "<|channel|>commentary to=functions.f<|message|>{", Said(calls=(Call("f", "{"),))),
+    (Harmony, "<|channel|>commentary to=functions.get<|message|> <|call|>", Said(calls=(GET,))),
     (
         Harmony,
-        "<|channel|>commentary to=functions.f<|message|>{",
-        Said("<|channel|>commentary to=functions.f<|message|>{"),
+        "<|channel|>commentary to=functions.f<|message|>[1]<|call|>",
+        Said("<|channel|>commentary to=functions.f<|message|>[1]"),
     ),
     (
         lambda: Thinking(Hermes(), begun=False),
@@ -94,6 +122,27 @@ def test_any_pieces(make: Callable[[], Divider], text: str, expected: Said | Non
         assert said == expected
     at_once = make().add(text, last=True)
     assert at_once == expected
+
+
+def test_arguments_are_not_held_back() -> None:
+    """The first part of a call has its name, and the others are what came since then."""
+    texts: dict[Callable[[], Divider], tuple[str, ...]] = {
+        Hermes: ('<tool_call>{"name": "add", "arguments": {"a', '": "x</to', "ol", '"}}</tool_call>'),
+        Llama: ('{"name": "add", "parameters": {"a', '": "x</to', "ol", '"}}'),
+        Mistral: ('[TOOL_CALLS][{"name": "add", "arguments": {"a', '": "x</to', "ol", '"}}]'),
+        Harmony: ('<|channel|>commentary to=functions.add<|message|>{"a', '": "x</to', "ol", '"}<|call|>'),
+    }
+    for make, pieces in texts.items():
+        divider = make()
+        said = [divider.add(text, last=False).calls for text in pieces]
+        assert said[0] == (Call("add", '{"a'),)
+        assert said[1]
+        assert not [call.name for calls in said[1:] for call in calls if call.name is not None]
+        assert "".join(call.arguments for calls in said for call in calls) == '{"a": "x</tool"}'
+    held = Hermes()
+    held.add(texts[Hermes][0], last=False)
+    assert held.add('": "x</tool_c', last=False) == Said(calls=(Call(None, '": "x'),))
+    assert Mistral().add("[TOOL_CALLS]add[ARGS]{", last=False) == Said(calls=(Call("add", "{"),))
 
 
 def test_content_is_not_held_back() -> None:

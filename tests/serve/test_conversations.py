@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from functools import partial
 from typing import Any
 
@@ -11,17 +10,10 @@ import pytest
 
 import kvjax
 from kvjax.models import Decoder
-from kvjax.serve import Settings
-from tests.patience import PATIENCE
-from tests.serve.serving import Serving, served
+from tests.serve.serving import Serving, metrics, only, served
 
 POLICY = "h2o:budget=12"
 ASK: Any = {"model": "tiny", "temperature": 0, "max_tokens": 6}
-
-
-def metrics(serving: Serving) -> list[str]:
-    with urllib.request.urlopen(f"{serving.url}/metrics", timeout=PATIENCE) as answer:
-        return answer.read().decode().splitlines()
 
 
 def asked(serving: Serving, prompt: list[int], **extra: Any) -> tuple[str, int]:
@@ -37,7 +29,7 @@ def test_later_turns(shallow: Decoder, talker: Any) -> None:
     whole = kvjax.generate(shallow, said, policy=POLICY, max_new_tokens=6, eos=(), tokenizer=talker)
     sizes = {"rows": 2, "max_prompt": 24, "max_new_tokens": 128, "chunk": 16}
     with kvjax.Engine(shallow, POLICY, **sizes, tokenizer=talker, conversation_memory="1MB") as engine:
-        for serving in served(engine, Settings("tiny", POLICY)):
+        for serving in served(only(engine, POLICY)):
             ask = partial(asked, serving)
             assert ask([3, 1, 4]) == (begun.text, 0)
             assert ask(said, cache_prompt=False) == (whole.text, 0)
@@ -52,8 +44,8 @@ def test_later_turns(shallow: Decoder, talker: Any) -> None:
                 ask(longer, cache_prompt=False)
             assert (told.value.code, told.value.param) == ("context_length_exceeded", "prompt")
             lines = metrics(serving)
-    assert "kvjax_conversation_hits_total 3.0" in lines
-    assert "kvjax_conversation_misses_total 1.0" in lines
+    assert 'kvjax_conversation_hits_total{model_name="tiny"} 3.0' in lines
+    assert 'kvjax_conversation_misses_total{model_name="tiny"} 1.0' in lines
     cached = 8 + 8 + len(said) + 5
-    assert f"kvjax_cached_tokens_total {cached}.0" in lines
+    assert f'kvjax_cached_tokens_total{{model_name="tiny"}} {cached}.0' in lines
     assert f'vllm:prefix_cache_hits_total{{model_name="tiny"}} {cached}.0' in lines

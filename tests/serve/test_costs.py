@@ -17,7 +17,7 @@ from kvjax.serve.dialects import Template
 from kvjax.serve.errors import ApiError
 from kvjax.serve.parsing import parse
 from kvjax.serve.schema import Completion
-from tests.serve.serving import POLICY, Serving
+from tests.serve.serving import Serving, only
 
 MANY = 50_000
 KEYS = {str(i): 1 for i in range(MANY)}
@@ -101,6 +101,6 @@ def test_a_body_that_drips(serving: Serving) -> None:
         "query_string": b"",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
     }
-    app = application(serving.engine, Settings("tiny", POLICY, max_body=200, body_timeout=0.1))
+    app = application(only(serving.engine), Settings(max_body=200, body_timeout=0.1))
     asyncio.run(app(scope, receive, send))
     assert sent[0]["status"] == 408

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import kvjax
-from kvjax.serve import Settings
-from tests.serve.serving import send, served
+from tests.serve.serving import only, send, served
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "serving.md"
 
@@ -26,7 +25,7 @@ def test_first_requests_of_the_page() -> None:
     sizes = {"rows": rows, "max_prompt": prompt, "max_new_tokens": answer}
     with (
         kvjax.Engine(params, policy, **sizes, tokenizer=tokenizer) as engine,
-        contextmanager(served)(engine, Settings("demo", policy)) as serving,
+        contextmanager(served)(only(engine, policy, "demo")) as serving,
     ):
         status, document = send(serving, "/v1/completions", json.loads(body) | {"temperature": 0})
         assert (status, document["choices"][0]["text"]) == (200, "anna is lamp")

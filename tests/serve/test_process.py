@@ -104,6 +104,20 @@ def test_sigterm_finishes_what_runs(folder: str) -> None:
 
 
 @pytest.mark.slow
+def test_several_policies(folder: str, shallow: Decoder, talker: Any) -> None:
+    with served(folder, "--policy", "all=full") as (_, port):
+        url = f"http://127.0.0.1:{port}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
+            assert [one.id for one in client.models.list().data] == ["tiny@morphkv", "tiny@all"]
+            asked: Any = {"prompt": "ba bo ce", "temperature": 0, "max_tokens": 20, "extra_body": ENDLESS}
+            for name, policy in (("tiny", POLICY), ("tiny@morphkv", POLICY), ("tiny@all", "full")):
+                alone = kvjax.generate(
+                    shallow, asked["prompt"], policy=policy, tokenizer=talker, max_new_tokens=20, eos=()
+                )
+                assert client.completions.create(model=name, **asked).choices[0].text == alone.text
+
+
+@pytest.mark.slow
 def test_two_processes_serve_one_model(folder: str, shallow: Decoder, talker: Any) -> None:
     """Requests go to process 0, whose end is that of both."""
     mesh = ("--mesh", "1x2", "--coordinator", f"localhost:{free_port()}", "--processes", "2")
@@ -136,6 +150,10 @@ def test_two_processes_serve_one_model(folder: str, shallow: Decoder, talker: An
         (["--host", "203.0.113.7"], "expected a free port of an address of this machine"),
         (["--host", "no such host"], "unknown name"),
         (["--policy", "nonsense"], "nonsense"),
+        (["--policy", POLICY], "have the name morphkv: expected another for one of them, as in --policy morphkv2="),
+        (["--policy", "a/b=full"], "has the name 'a/b': expected at most 64 letters"),
+        (["--policy", "full", "--coordinator", "auto"], "2 policies with --coordinator: expected one --policy"),
+        (["--policy", "full", "--memory", "8kB"], "of each of 2 engines"),
         (["--api-key", ""], "visible ASCII"),
         (["--timeout", "0"], "timeout=0"),
         (["--name", ""], "an empty name"),

@@ -87,8 +87,19 @@ def test_calls(calling: Serving) -> None:
 
     events = list(calling.client.responses.create(**ask, input=asked, stream=True))
     kinds = [event.type.removeprefix("response.") for event in events]
-    called = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
-    assert kinds[-9:] == [*called, *called, "completed"]
+    delta = "function_call_arguments.delta"
+    assert kinds.count(delta) > 2
+    begun = kinds.index(delta) - 1
+    once = [kind for kind, before in zip(kinds[begun:], kinds[begun - 1 :], strict=False) if kind != before]
+    called = ["output_item.added", delta, "function_call_arguments.done", "output_item.done"]
+    assert once == [*called, *called, "completed"]
+    texts: dict[str, str] = {}
+    for event in events:
+        if event.type == f"response.{delta}":
+            texts[event.item_id] = texts.get(event.item_id, "") + event.delta
+    assert [*texts.values()] == [call.arguments for call in calls]
+    ended = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert [event.arguments for event in ended] == [*texts.values()]
     assert [item.type for item in events[-1].response.output] == [item.type for item in out.output]
     done = [event for event in events if event.type == "response.output_item.done"]
     assert [event.output_index for event in done] == [0, 1, 2]
@@ -159,6 +170,21 @@ def test_items_become_messages() -> None:
         ({"background": True}, "background", "background=true: expected null or false"),
         ({"tools": [{"type": "web_search"}]}, "tools", 'tools.0.type="web_search": expected "function"'),
         ({"tools": [{"type": "function"}]}, "tools", "is missing"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "tools",
+            'tools.0={"type": "function", "function": {"name": "f"}}: expected tools to be null, or at most 128',
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+            'tool_choice={"type": "function", "function": {"name": "f"}}: expected "none", "auto", "required" or {"ty',
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}}},
+            "text",
+            'text.format={"type": "json_schema", "json_schema": {',
+        ),
         ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice", 'expected "none", "auto", "required" or'),
         ({"text": {"format": {"type": "xml"}}}, "text", 'text.format.type="xml": expected "text", "json_object" or'),
         ({"include": ["x"]}, "include", "include"),

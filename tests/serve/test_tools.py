@@ -12,8 +12,11 @@ import pytest
 
 import kvjax
 from kvjax.serve import Settings
+from kvjax.serve.chat import Chat
+from kvjax.serve.dialects import Template
+from kvjax.serve.parsing import parse
 from tests.serve.scripted import HERMES, scripted
-from tests.serve.serving import Serving, send, served
+from tests.serve.serving import Serving, only, send, served
 
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}  # a scripted model would write digits without end
 TOOLS: Any = [
@@ -65,7 +68,14 @@ def serving(scripts: Sequence[str], template: str = HERMES, special: Sequence[st
     with kvjax.Engine(
         params, "full", rows=2, max_prompt=1024, max_new_tokens=128, tokenizer=tokenizer, chunk=128, guided=True
     ) as engine:
-        yield from served(engine, Settings("tiny", "full", api_key="secret"))
+        yield from served(only(engine, "full"), Settings(api_key="secret"))
+
+
+class Signed:
+    """A stand-in for a tokenizer whose chat template has a sign."""
+
+    def __init__(self, sign: str) -> None:
+        self.chat_template = sign
 
 
 @pytest.fixture(
@@ -89,17 +99,21 @@ def test_calls(speaking: tuple[str, Serving]) -> None:
     assert len({call.id for call in calls}) == len(calls)
     assert all(len(call.id) == 9 for call in calls) == (form == "mistral")
 
-    found: dict[int, Any] = {}
-    text, reasons = "", []
+    found: list[list[str]] = []
+    text, parts, reasons = "", 0, []
     for event in one.client.chat.completions.create(**ASK, tools=TOOLS, stream=True, tool_choice="auto"):
         delta = event.choices[0].delta
         text += delta.content or ""
         reasons.append(event.choices[0].finish_reason)
         for call in delta.tool_calls or ():
-            assert call.index == len(found)
-            assert (call.type, bool(call.id)) == ("function", True)
-            found[call.index] = (call.function.name, json.loads(call.function.arguments))
-    assert ([*found.values()], text or None) == (expected, content)
+            if call.id is not None:
+                assert (call.index, call.type) == (len(found), "function")
+                found.append([call.function.name, ""])
+            assert (call.index, call.id is None) == (len(found) - 1, call.function.name is None)
+            found[-1][1] += call.function.arguments
+            parts += 1
+    assert found == [[call.function.name, call.function.arguments] for call in calls]
+    assert (text or None, parts > len(found)) == (content, form != "harmony")
     assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
 
     results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in calls[:1]]
@@ -122,8 +136,13 @@ def test_the_prompt_shows_tools_and_calls() -> None:
         assert prompts[0] == prompts[1] < prompts[2] - 200
         plain = one.client.chat.completions.create(**ASK, tools=TOOLS, tool_choice="none").choices[0]
         assert (plain.message.content, plain.finish_reason) == (script, "stop")  # nobody reads calls in it
-        only = one.client.chat.completions.create(**ASK, tools=TOOLS, parallel_tool_calls=False).choices[0]
-        assert [call.function.name for call in only.message.tool_calls] == ["add"]
+        first = one.client.chat.completions.create(**ASK, tools=TOOLS, parallel_tool_calls=False).choices[0]
+        assert [call.function.name for call in first.message.tool_calls] == ["add"]
+        stream = one.client.chat.completions.create(**ASK, tools=TOOLS, parallel_tool_calls=False, stream=True)
+        parts = [call for event in stream for call in event.choices[0].delta.tool_calls or ()]
+        assert {call.index for call in parts} == {0}
+        arguments = "".join(call.function.arguments for call in parts)
+        assert arguments == first.message.tool_calls[0].function.arguments
         sizes = []
         for number in (2, 12):
             call = {"name": "add", "arguments": json.dumps({"a": 1, "b": number}).replace(" ", "")}
@@ -135,6 +154,23 @@ def test_the_prompt_shows_tools_and_calls() -> None:
         assert sizes[1] - sizes[0] == 1 + 10  # a digit, and ten of the letter
         cut = one.client.chat.completions.create(**ASK, tools=TOOLS, max_tokens=3).choices[0]
         assert (cut.message.tool_calls, cut.finish_reason) == (None, "length")
+
+
+def test_a_call_that_the_limit_cuts(speaking: tuple[str, Serving]) -> None:
+    """Its arguments break off, and the client can send them back."""
+    form, one = speaking
+    if form == "harmony":
+        pytest.skip("its arguments are one token")
+    ask = {**ASK, "tools": TOOLS}
+    whole = one.client.chat.completions.create(**ask).choices[0].message.tool_calls[0].function.arguments
+    found = (one.client.chat.completions.create(**ask, max_tokens=limit).choices[0] for limit in range(1, 40))
+    cut = next(choice for choice in found if choice.message.tool_calls)
+    begun = cut.message.tool_calls[0].function.arguments
+    assert whole.startswith(begun)
+    assert (len(begun) < len(whole), cut.finish_reason) == (True, "length")
+    result = {"role": "tool", "tool_call_id": cut.message.tool_calls[0].id, "content": "3"}
+    after = {"messages": [*ASK["messages"], cut.message, result]}
+    assert one.client.chat.completions.create(**ask | after).choices[0].message.content == "It is 3."
 
 
 def test_special_tokens_in_text(speaking: tuple[str, Serving]) -> None:
@@ -165,6 +201,23 @@ def test_reasoning() -> None:
         assert said == {"content": "So it is.", "reasoning_content": "\nHow?"}
         again: Any = [{"role": "assistant", "content": "a", "reasoning_content": "b"}, *ASK["messages"]]
         assert one.client.chat.completions.create(**ASK | {"messages": again}).choices
+
+
+def test_the_reasoning_of_earlier_turns() -> None:
+    """It reaches the template under the name that it reads: gpt-oss has one place for reasoning and content."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for given in ("reasoning_content", "reasoning"):
+        said = {"role": "assistant", "content": "A", given: "R"}
+        chat = parse(Chat, json.dumps(ASK | {"messages": [said, said | {"tool_calls": [call]}]}).encode())
+        for sign, name in (
+            ("<|channel|>", "thinking"),
+            ("<tool_call>", "reasoning_content"),
+            ("", "reasoning_content"),
+        ):
+            (prompt,) = chat.prompts(Template.of(Signed(sign)))
+            assert [message[name] for message in prompt] == ["R", "R\n\nA" if sign == "<|channel|>" else "R"]
+            assert [message["content"] for message in prompt] == ["A", "" if sign == "<|channel|>" else "A"]
+            assert all(set(message) <= {"role", "content", "tool_calls", name} for message in prompt)
 
 
 def test_templates_that_cannot_be_read() -> None:

@@ -1,0 +1,59 @@
+"""Checks the arguments of an engine, and makes the choices that follow from them before anything is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax import policies
+from kvjax.checks import check_params, check_size
+from kvjax.decoding.row_text import check_fast
+from kvjax.kv_cache import check_attached, check_groups
+from kvjax.mesh.sharding import MODEL, check_batch, mesh_of, platform_of
+from kvjax.models import Decoder
+from kvjax.policy import Policy
+from kvjax.request.ends import default_ends
+from kvjax.request.request import as_policy, check_tokenizer, texts_of
+
+from .hosts import check_hosts
+from .plans import Plans
+from .sizes import CHUNK, Sizes
+
+
+def plans_of(
+    params: Decoder,
+    policy: Policy | str | None,
+    *,
+    rows: int,
+    max_prompt: int,
+    max_new_tokens: int,
+    tokenizer: Any = None,
+    chunk: int = CHUNK,
+    max_end_tokens: int = 8,
+    conversation_memory: int | str | None = None,
+) -> Plans:
+    """The static choices of an engine with these arguments. `Engine` documents them.
+
+    Raises:
+        ValueError: for an argument that is not accepted.
+    """
+    check_params(params)
+    check_tokenizer(tokenizer)
+    if tokenizer is not None:
+        check_fast(tokenizer)
+    given = {"rows": rows, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "chunk": chunk}
+    for name, value in {**given, "max_end_tokens": max_end_tokens}.items():
+        check_size(name, value)
+    config, mesh = params.config, mesh_of(params)
+    chosen = as_policy(policy) or policies.full()
+    ends = max(max_end_tokens, len(default_ends(params, tokenizer)))
+    sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk, ends=ends, platform=platform_of(params))
+    texts = texts_of(chosen, tokenizer, config.vocab_size)
+    if mesh is not None:
+        check_hosts(mesh)
+    check_batch(rows, mesh)
+    check_attached(chosen, params)
+    check_groups(chosen.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
+    dtype, keeps = jnp.dtype(params.embed.dtype), conversation_memory is not None
+    return Plans.of(config, chosen, sizes, dtype, mesh, texts, keeps=keeps)
