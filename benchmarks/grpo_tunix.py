@@ -138,7 +138,8 @@ def train(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     )
     rng = np.random.default_rng(arguments.seed)
     batches = (
-        {"prompts": prompts(rng, arguments.batch, arguments.prompt - 1, tokenizer)} for _ in range(arguments.steps)
+        {"prompts": np.array(prompts(rng, arguments.batch, arguments.prompt - 1, tokenizer))}
+        for _ in range(arguments.steps)
     )
     learner.train(list(batches))
     losses = cluster._rl_metrics_logger.get_metric_history("actor", "loss", "train")

@@ -146,10 +146,8 @@ def test_samples_under_eviction_say_so_and_have_both_log_probabilities(caplog: p
     for a, b, p, q in zip(drawn.tokens, scored.tokens, drawn.logprobs, scored.logprobs, strict=True):
         np.testing.assert_array_equal(a, b)
         apart.append(np.abs(p - q).max())
-        full = worker.get_per_token_logps(
-            scored.left_padded_prompt_tokens[len(apart) - 1 : len(apart)], np.array([np.append(b, [0] * (6 - len(b)))])
-        )
-        np.testing.assert_allclose(q, np.asarray(full)[0, : len(b)], atol=1e-5)
+        prompt = scored.left_padded_prompt_tokens[len(apart) - 1 : len(apart)]
+        np.testing.assert_allclose(q, np.asarray(worker.get_per_token_logps(prompt, b[None]))[0], atol=1e-5)
     assert apart[1] > 1e-3  # the longest prompt, of which entries were evicted
     assert apart[2] < 1e-4  # one token, of which none was
 
@@ -163,9 +161,8 @@ def test_seeds_determine_the_draws_and_calls_differ_without_one() -> None:
         return [row.tolist() for row in each.generate(PROMPTS, config).tokens]
 
     assert tokens(worker, seeded) == tokens(worker, seeded) == tokens(other, seeded)
-    first, second = tokens(rollout(model), CONFIG), tokens(worker, CONFIG)
-    assert first != second
-    assert first == tokens(rollout(model), CONFIG)
+    assert (first := tokens(worker, CONFIG)) != (second := tokens(worker, CONFIG))
+    assert [tokens(other, CONFIG), tokens(other, CONFIG)] == [first, second]
 
 
 def test_a_padding_token_ends_an_answer_and_is_not_part_of_it() -> None:
@@ -196,7 +193,7 @@ def test_the_weights_may_have_another_type_than_the_actor() -> None:
         ({"rollout_mapping_config": {}}, "rollout_mapping_config={}: expected None"),
         ({"top_p": 1.5}, "top_p=1.5: expected a number in"),
         ({"max_prompt_length": 4}, "prompt 0 has 7 tokens: expected 1 to 4, as max_prompt_length has it"),
-        ({"max_tokens_to_generate": 0}, "max_new_tokens=0: expected an integer >= 1"),
+        ({"max_tokens_to_generate": 0}, "max_new_tokens=0: expected an integer in 1 .."),
     ],
 )
 def test_options_that_cannot_be_followed_are_refused_by_name(fields: dict, message: str) -> None:

@@ -18,6 +18,7 @@ import kvjax
 from kvjax import policies
 from kvjax.checks import shown
 from kvjax.policy import Policy
+from kvjax.request.request import as_policy
 
 from .names import check_same, tempered, view_of
 
@@ -83,7 +84,7 @@ class KVJaxRollout(BaseRollout):
             raise ValueError(f"logprobs_under={shown(logprobs_under)}: expected 'policy' or 'full'")
         config = rollout_config or RolloutConfig()
         _check(config)
-        self.policy = policies.parse(policy) if isinstance(policy, str) else policy
+        self.policy = as_policy(policy) or policies.full()
         self.logprobs_under = logprobs_under
         self._temperature, self._dtype = config.temperature, config.data_type
         self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerAdapter) else TokenizerAdapter(tokenizer)
@@ -99,7 +100,7 @@ class KVJaxRollout(BaseRollout):
             log.warning(
                 "samples under %s are off-policy: the actor is trained under the full cache; weight them by "
                 "exp(get_per_token_logps - logprobs)",
-                self.policy,
+                policies.brief(self.policy),
             )
 
     @property
@@ -120,7 +121,7 @@ class KVJaxRollout(BaseRollout):
                 | `max_prompt_length` | the width of the padded prompts; a longer prompt is an error |
                 | `temperature` | of sampling and of log-probabilities; 0 takes the most probable token |
                 | `top_p`, `top_k` | filters; 1 or None, and -1, 0 or None, keep all tokens |
-                | `seed` | what `kvjax.generate` takes; None draws from the number of the call, which begins at 0 |
+                | `seed` | what `kvjax.generate` takes; None: the number of calls without a seed so far |
                 | `eos_tokens` | the ids that end an answer; None for the tokenizer's |
                 | `return_logprobs` | whether `logprobs` are returned |
             **kwargs: none is accepted.
