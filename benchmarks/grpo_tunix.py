@@ -1,11 +1,11 @@
-"""GRPO with tunix on a tiny task, with the rollouts of kvjax and with tunix's own. Needs tunix (docs/guide/rollouts.md).
+"""GRPO with tunix on a tiny task, by rollouts of kvjax and by tunix's own. docs/guide/rollouts.md installs tunix.
 
     python -m benchmarks.grpo_tunix --out grpo.jsonl
 
-The actor is the demo model as tunix's Qwen2, whose layouts and RoPE it has with biases of zero. The task is to go on
-with a text in words whose first letter is in the first half of the alphabet; the reward is the share of such words. Each
-side trains from the same weights on the same prompts. Afterwards all sides sample the same prompts in turns, at equal
-batch. The output is JSON lines: a line per step of each side, and a line per side with its speed and memory.
+The actor is the demo model as tunix's Qwen2, with biases of zero. The task is to go on with a text in words whose first
+letter is in the first half of the alphabet; the reward is the share of such words. Each side trains from the same
+weights on the same prompts. Afterwards all sides sample the same prompts in turns, at equal batch. The output is JSON
+lines: a line per step of each side, and a line per side with its speed and memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvjax.checkpoint.parameters import by_path
 from kvjax.integrations.tunix import KVJaxRollout
 from kvjax.integrations.tunix.names import their_name
 
-SIDES = ("vanilla", "full", "morphkv:budget=64,window=16")
+SIDES = ("vanilla", "full", "morphkv:budget=32,window=8")
 GROUP = 8  # answers per prompt
 
 
@@ -88,12 +88,12 @@ def config(arguments: argparse.Namespace, length: int) -> RolloutConfig:
     )
 
 
-def train(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Twenty steps of one side: the reward, the loss, the seconds of each rollout, and how far off-policy it is."""
+def cluster_of(side: str, arguments: argparse.Namespace) -> rl_cluster.RLCluster:
+    """The trainer and the rollouts of one side, on one device, from the weights of the demo model."""
     _, tokenizer = kvjax.load("demo")
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     roles = rl_cluster.Role
-    cluster = rl_cluster.RLCluster(
+    return rl_cluster.RLCluster(
         actor=actor(),
         tokenizer=tokenizer,
         cluster_config=rl_cluster.ClusterConfig(
@@ -105,6 +105,11 @@ def train(side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             rollout_config=config(arguments, arguments.prompt),
         ),
     )
+
+
+def train(cluster: rl_cluster.RLCluster, side: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The steps of one side: the reward, the loss, the seconds of each rollout, and how far off-policy it is."""
+    _, tokenizer = kvjax.load("demo")
     lines: list[dict[str, Any]] = []
     worker = cluster.rollout
     sample = worker.generate
@@ -190,23 +195,29 @@ def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("grpo.jsonl"))
     parser.add_argument("--side", nargs="*", choices=SIDES, default=SIDES)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=4, help="prompts per step")
-    parser.add_argument("--prompt", type=int, default=192, help="tokens of a prompt in training")
-    parser.add_argument("--long", type=int, default=768, help="tokens of a prompt where speed is measured")
-    parser.add_argument("--new", type=int, default=24)
+    parser.add_argument("--prompt", type=int, default=96, help="tokens of a prompt in training")
+    parser.add_argument("--long", type=int, default=384, help="tokens of a prompt where speed is measured")
+    parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--turns", type=int, default=5)
-    arguments = parser.parse_args()
+    parser.add_argument("--turns", type=int, default=5, help="of the sides, where speed is measured; 0 leaves that out")
+    return parser
+
+
+def main() -> None:
+    arguments = parser().parse_args()
     with arguments.out.open("a") as file:
-        for part in (*(partial(train, side) for side in arguments.side), speed):
-            for line in part(arguments):
+        for side in arguments.side:
+            for line in train(cluster_of(side, arguments), side, arguments):
                 print(json.dumps(line), file=file, flush=True)
+        for line in speed(arguments) if arguments.turns else ():
+            print(json.dumps(line), file=file, flush=True)
 
 
 if __name__ == "__main__":

@@ -86,4 +86,5 @@ def test_generated_log_probabilities_have_the_temperature() -> None:
     whole = np.concatenate([ROWS[0], said.tokens[0]])
     (logits,) = full_logits(decoder(), [whole], SIZE)
     expected = jax.nn.log_softmax(logits[len(ROWS[0]) - 1 : -1] / 0.7)
+    assert said.log_probs is not None
     np.testing.assert_allclose(said.log_probs[0], expected[np.arange(4), said.tokens[0]], atol=1e-5)

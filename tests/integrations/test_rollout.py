@@ -212,7 +212,7 @@ def test_other_arguments_that_are_refused() -> None:
         worker.generate(["anna <pad> anna"], CONFIG)
     with pytest.raises(ValueError, match="logprobs_under='both': expected 'policy' or 'full'"):
         rollout(of_decoder(), logprobs_under="both")
-    with pytest.raises(ValueError, match="Qwen3: .* expected an actor without experts and without LoRA"):
+    with pytest.raises(ValueError, match=r"Qwen3: .* expected an actor without experts and without LoRA"):
         rollout(actor("qwen3", num_experts=2, num_experts_per_tok=1))
 
 

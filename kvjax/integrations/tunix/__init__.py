@@ -1,6 +1,6 @@
 """Rollouts for reinforcement learning with tunix, under any cache policy. docs/guide/rollouts.md says how.
 
-    ClusterConfig(rollout_engine=functools.partial(KVJaxRollout, policy="morphkv:budget=512"), ...)
+ClusterConfig(rollout_engine=functools.partial(KVJaxRollout, policy="morphkv:budget=512"), ...)
 """
 
 from typing import Any

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +52,7 @@ class Family(NamedTuple):
     name: str
     tied: str
     theta: float | None = None
-    flags: dict[str, bool] = {}
+    flags: Mapping[str, Any] = MappingProxyType({})
 
 
 # Llama3 and Qwen3 of tunix 0.1.7 rotate with this base, whatever `rope_theta` says.
@@ -97,7 +98,7 @@ def view_of(actor: nnx.Module) -> Callable[[], Decoder]:
 def tempered(decoder: Decoder, temperature: float) -> Decoder:
     """Returns a decoder with the same arrays, whose logits are divided by a temperature > 0.
 
-    With the divisor d and the soft cap c of a family, c tanh(x / d c) / T = c' tanh(x / d' c') for d' = d T, c' = c / T.
+    With the divisor d and the soft cap c of a family, c tanh(x / (d c)) / T = e tanh(x / (d T e)) for e = c / T.
     The result has no card, because tunix's trainer suppresses no tokens.
     """
     made = nnx.merge(*nnx.split(decoder))

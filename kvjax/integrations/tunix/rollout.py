@@ -27,7 +27,9 @@ try:
     from tunix.rl import common
     from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 except ModuleNotFoundError as error:
-    raise ImportError(f"this module needs {error.name}: docs/guide/rollouts.md has the commands that install it") from error
+    raise ImportError(
+        f"this module needs {error.name}: docs/guide/rollouts.md has the commands that install it"
+    ) from error
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +160,9 @@ class KVJaxRollout(BaseRollout):
             out[len(out) - len(row) :] = row
         logprobs = None
         if config.return_logprobs:
-            table = said.log_probs if log_probs else self._full_logps(padded, tokens, config.temperature)
+            table = said.log_probs
+            if table is None:
+                table = self._full_logps(padded, tokens, config.temperature)
             logprobs = [row[: len(each)] for row, each in zip(table, tokens, strict=True)]
         texts = [row[:-1] if len(row) and row[-1] in ends else row for row in tokens]
         return RolloutOutput(
