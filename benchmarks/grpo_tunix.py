@@ -88,13 +88,13 @@ def config(arguments: argparse.Namespace, length: int) -> RolloutConfig:
     )
 
 
-def cluster_of(side: str, arguments: argparse.Namespace) -> rl_cluster.RLCluster:
-    """The trainer and the rollouts of one side, on one device, from the weights of the demo model."""
+def cluster_of(model: nnx.Module, side: str, arguments: argparse.Namespace) -> rl_cluster.RLCluster:
+    """The trainer and the rollouts of one side, on one device."""
     _, tokenizer = kvjax.load("demo")
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     roles = rl_cluster.Role
     return rl_cluster.RLCluster(
-        actor=actor(),
+        actor=model,
         tokenizer=tokenizer,
         cluster_config=rl_cluster.ClusterConfig(
             role_to_mesh={role: mesh for role in (roles.ACTOR, roles.REFERENCE, roles.ROLLOUT)},
@@ -214,7 +214,7 @@ def main() -> None:
     arguments = parser().parse_args()
     with arguments.out.open("a") as file:
         for side in arguments.side:
-            for line in train(cluster_of(side, arguments), side, arguments):
+            for line in train(cluster_of(actor(), side, arguments), side, arguments):
                 print(json.dumps(line), file=file, flush=True)
         for line in speed(arguments) if arguments.turns else ():
             print(json.dumps(line), file=file, flush=True)

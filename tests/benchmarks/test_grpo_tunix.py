@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import kvjax
 from kvjax.checkpoint.parameters import by_path
@@ -12,6 +15,7 @@ from kvjax.checkpoint.parameters import by_path
 pytest.importorskip("tunix", reason="tunix is not installed (docs/guide/rollouts.md)")
 
 from benchmarks import grpo_tunix
+from kvjax.integrations.tunix import KVJaxActor
 from kvjax.integrations.tunix.names import view_of
 from tests.tiny import full_logits
 
@@ -28,10 +32,18 @@ def test_the_actor_is_the_demo_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("side", "off_policy"), [("full", False), ("morphkv:budget=24,window=8", True)])
-def test_two_steps(side: str, off_policy: bool) -> None:
+@pytest.mark.parametrize(
+    ("make", "side", "off_policy"),
+    [
+        (grpo_tunix.actor, "full", False),
+        (grpo_tunix.actor, "morphkv:budget=24,window=8", True),
+        (lambda: KVJaxActor(kvjax.load("demo")[0]), "full", False),
+    ],
+    ids=["full", "morphkv", "decoder"],
+)
+def test_two_steps(make: Callable[[], nnx.Module], side: str, off_policy: bool) -> None:
     arguments = grpo_tunix.parser().parse_args(SMALL)
-    cluster = grpo_tunix.cluster_of(side, arguments)
+    cluster = grpo_tunix.cluster_of(make(), side, arguments)
     before = jax.tree.map(np.array, view_of(cluster.rollout.model())())
     first, second = grpo_tunix.train(cluster, side, arguments)
     assert cluster.rollout.model() is cluster.actor_trainer.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,16 @@ def test_a_view_has_the_arrays_that_the_actor_has_then() -> None:
     assert all(a is b for a, b in zip(jax.tree.leaves(view()), jax.tree.leaves(actor), strict=True))
     nnx.update(actor, jax.tree.map(lambda x: x + 1, nnx.state(actor)))
     assert all(a is b for a, b in zip(jax.tree.leaves(view()), jax.tree.leaves(actor), strict=True))
+
+
+def test_an_actor_shares_the_arrays_of_its_decoder_and_is_saved_as_one(tmp_path: Path) -> None:
+    params = decoder(windows=(None, None))
+    actor = KVJaxActor(params)
+    assert all(a is b for a, b in zip(jax.tree.leaves(actor), jax.tree.leaves(params), strict=True))
+    assert {str(spec) for spec in jax.tree.leaves(nnx.get_partition_spec(nnx.state(actor)))} <= {"P()"}
+    kvjax.save_hf(actor.decoder, tmp_path / "model")
+    loaded, _ = kvjax.load(tmp_path / "model")
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True))
 
 
 @pytest.mark.parametrize("fields", [{}, {"logit_softcap": 3.0, "logit_divisor": 0.5}], ids=["plain", "capped"])

@@ -29,7 +29,10 @@ class KVJaxActor(nnx.Module):
             raise ValueError(
                 f"a decoder of family {decoder.config.family!r} with recurrent layers: expected attention in all layers"
             )
-        self.decoder = decoder
+        graph, state = nnx.split(decoder)
+        # Without the names of axes, which tunix would look for in its mesh.
+        plain = {path: type(variable)(variable[...]) for path, variable in nnx.to_flat_state(state)}
+        self.decoder: Decoder = nnx.merge(graph, nnx.from_flat_state(plain))
         self.config = decoder.config  # tunix reads the number of layers and of heads
 
     def __call__(
