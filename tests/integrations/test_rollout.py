@@ -152,6 +152,20 @@ def test_samples_under_eviction_say_so_and_have_both_log_probabilities(caplog: p
     assert apart[2] < 1e-4  # one token, of which none was
 
 
+def test_arrays_are_moved_to_another_device() -> None:
+    model, config = of_decoder(), replace(CONFIG, temperature=0.0)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[1:2]), ("fsdp",))
+    worker = KVJaxRollout(model, tokenizer(), mesh, config)
+    trained = jax.tree.map(lambda x: x[::-1], nnx.state(model, nnx.Param))
+    worker.update_params(trained)
+    assert {array.device for array in jax.tree.leaves(worker.model())} == {jax.devices()[1]}
+    nnx.update(model, trained)
+    found, expected = (each.generate(PROMPTS, config).tokens for each in (worker, rollout(model)))
+    assert all((a == b).all() for a, b in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match="the rollout has 2 devices: expected one"):
+        KVJaxRollout(model, tokenizer(), jax.sharding.Mesh(np.array(jax.devices()[:2]), ("fsdp",)), config)
+
+
 def test_seeds_determine_the_draws_and_calls_differ_without_one() -> None:
     model = of_decoder()
     worker, other = rollout(model), rollout(model)
