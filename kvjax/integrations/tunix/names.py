@@ -40,7 +40,7 @@ IN_LAYER = {
 
 
 class Family(NamedTuple):
-    """How the configs of one of tunix's models read.
+    """The reading of the configs of one of tunix's models.
 
     Attributes:
         name: the family of kvjax.

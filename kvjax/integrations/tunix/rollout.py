@@ -107,7 +107,7 @@ class KVJaxRollout(BaseRollout):
 
     @property
     def off_policy(self) -> bool:
-        """Whether answers are drawn under another cache than the full one, which training attends to."""
+        """True if answers are drawn under another cache than the full one, which training attends to."""
         return self.policy != policies.full()
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
