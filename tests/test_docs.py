@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
         ("guide/from_kvpress.md", 1),
         ("guide/long_answers.md", 1),
         ("guide/long_prompts.md", 1),
+        pytest.param(
+            "guide/rollouts.md", 1, marks=pytest.mark.skipif(not find_spec("tunix"), reason="tunix is not installed")
+        ),
     ],
 )
 def test_code_runs_from_top_to_bottom(page: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.models import Attend, AttentionLayer, join_sinks
 from kvjax.pallas_kernels import capped
@@ -14,11 +14,16 @@ from kvjax.pallas_kernels import capped
 from .positions import rotated
 
 
-def causal(positions: Int[Array, "B N"], block: int = 128) -> Attend:
-    """Computes plain differentiable causal attention over sequences without padding.
+def causal(positions: Int[Array, "B N"], block: int = 128, valid: Bool[Array, "B N"] | None = None) -> Attend:
+    """Computes plain differentiable causal attention.
 
     Queries are processed in blocks, each against only the keys that it may see. On a CPU this takes a third of the time
     of masking all pairs.
+
+    Args:
+        positions: of the tokens.
+        block: the number of queries of a block.
+        valid: which tokens are no padding, without gaps in between; None for all. Padding is seen by itself alone.
     """
 
     def attend(
@@ -45,6 +50,9 @@ def causal(positions: Int[Array, "B N"], block: int = 128) -> Attend:
             )
             distance = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)
             visible = (distance >= 0) & (distance < (layer.window or N))
+            if valid is not None:
+                # A query that sees nothing would have weights and gradients that are NaN.
+                visible = (visible & (valid[:, None, first:stop] | (distance == 0)))[:, None, None]
             logits = jnp.where(visible, capped(logits * layer.scale, layer.softcap), -jnp.inf)
             weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
             context = jnp.einsum("BHGNS,BHSD->BHGND", weights, v[:, :, first:stop]).reshape(B, Hq, -1, D)
