@@ -41,7 +41,8 @@ def parts_of_methods() -> str:
 
 def address(name: str) -> str:
     """Returns where mkdocstrings finds a name, which is also the anchor of its heading."""
-    value = unwrap(_value(name))
+    if (value := unwrap(_value(name))) is None:
+        return name
     defined = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
     owner = _value(name.rpartition(".")[0])
     hidden = name in sys.modules or _last(name) not in vars(owner) or defined.endswith(f".reference.{_last(name)}")
@@ -70,9 +71,17 @@ def _names(name: str) -> list[str]:
 
 
 def _value(name: str) -> Any:
-    """Returns what a dotted name stands for: an attribute before a module of the same name."""
+    """Returns what a dotted name stands for: an attribute before a module of the same name.
+
+    It is None if its module needs a package that is not installed. mkdocstrings reads the source in any case.
+    """
     owner = name.rpartition(".")[0]
-    return getattr(_value(owner), _last(name)) if owner and hasattr(_value(owner), _last(name)) else import_module(name)
+    if owner and hasattr(_value(owner), _last(name)):
+        return getattr(_value(owner), _last(name))
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
 
 
 def _last(name: str) -> str:
