@@ -69,7 +69,8 @@ def texts(name: str, budget: int) -> Iterator[str]:
         elif option == "recent" and "gates" in parameters:
             options.append(f"recent={budget - parameters['sinks'].default}")
         elif isinstance(parameter.default, Policy):
-            options += [f"{option}=snapkv", f"{option}.budget={budget}"]
+            base = "h2o" if "every" in parameters else "snapkv"  # a wrapper of policies that evict while decoding
+            options += [f"{option}={base}", f"{option}.budget={budget}"]
     for variant in VARIANTS.get(name, ("",)):
         yield f"{name}:{','.join(filter(None, (*options, variant)))}".rstrip(":")
 

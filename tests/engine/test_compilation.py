@@ -38,7 +38,7 @@ def test_a_gpu_runs_the_prompts_of_each_class_before_the_first_request(
     shallow: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It loads a program when it runs first. Short prompts share a class there."""
-    for module in ("device", "engine"):
+    for module in ("device", "planning"):
         monkeypatch.setattr(f"kvjax.engine.{module}.platform_of", lambda params: "gpu")
     lengths, prompt = [], Reader.prompt
 

@@ -56,6 +56,7 @@ from kvjax.parts import (
     LearnedScore,
     LeveragedAttention,
     LeverageScore,
+    LostOutput,
     NearestValues,
     Neglect,
     Newest,
@@ -222,6 +223,7 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
         or (isinstance(merge, ValueMerge) and (every is None or not accumulates))
         or (isinstance(merge, GaussianMerge | SimilarityMerge) and every is not None and window)
         or (isinstance(inner, WindowAttention) and inner.pooling is not None and every is not None)
+        or (isinstance(score, LostOutput) and every is not None)
         or (
             isinstance(score, ProjectedValues | BlockByBlock | StochasticAttention | RobustAttention | Ladder)
             and isinstance(select, Chunks | Pages)

@@ -25,6 +25,7 @@ from kvjax.parts import (
     GatedShares,
     GaussianMerge,
     Pooling,
+    SeenShare,
     SimilarityMerge,
     UniformShares,
     ValueMerge,
@@ -68,9 +69,10 @@ def test_what_makes_no_sense_is_refused_by_name():
 def test_every_part_is_here():
     """Storages are left out, since other parts do not see them, and a merge that needs the state of its own score.
 
-    So are gated chunks: rounding decides between a chunk and the median of all where scores are alike.
+    So are gated chunks: rounding decides between a chunk and the median of all where scores are alike. A budget that
+    rises with the answer has tests of its own.
     """
-    here = {FittedEntries, GatedChunks} | {
+    here = {FittedEntries, GatedChunks, SeenShare} | {
         type(part) for part in (*SCORES, *BUDGETS, *ALLOCATED, *SELECTS, *MERGES, Everything(), Pooling())
     }
     found = (getattr(parts, name) for name in dir(parts) if name not in parts.__all__)
