@@ -212,18 +212,16 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     window = isinstance(score, keeps | GlobalAttention | StochasticAttention | LazyAttention)
     window |= own and needs.keeps_queries
     inner = getattr(score, "base", score)
-    by_head = AdaptiveShares | GatedShares | GlobalShares | HeadShares | ImportanceShares
-    by_head |= RecoveringHeads | ThresholdShares
+    apart = AdaptiveShares | GatedShares | GlobalShares | HeadShares | ImportanceShares | RecoveringHeads | ThresholdShares
     return (
-        (isinstance(score, LastAttention) and isinstance(budget, by_head))
+        (isinstance(score, LastAttention) and isinstance(budget, apart))
         or (isinstance(budget, RecoveringHeads) and not isinstance(score, AttentionClasses))
-        or (isinstance(score, Repetition | TaskAttention) and every is not None)
+        or (isinstance(score, LostOutput | Repetition | TaskAttention) and every is not None)
         or (isinstance(score, Ladder) and every not in (None, 1))
         or (isinstance(score, Repetition) and budget not in ALLOCATED)
         or (isinstance(merge, ValueMerge) and (every is None or not accumulates))
         or (isinstance(merge, GaussianMerge | SimilarityMerge) and every is not None and window)
         or (isinstance(inner, WindowAttention) and inner.pooling is not None and every is not None)
-        or (isinstance(score, LostOutput) and every is not None)
         or (
             isinstance(score, ProjectedValues | BlockByBlock | StochasticAttention | RobustAttention | Ladder)
             and isinstance(select, Chunks | Pages)
