@@ -212,9 +212,9 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     window = isinstance(score, keeps | GlobalAttention | StochasticAttention | LazyAttention)
     window |= own and needs.keeps_queries
     inner = getattr(score, "base", score)
-    apart = AdaptiveShares | GatedShares | GlobalShares | HeadShares | ImportanceShares | RecoveringHeads | ThresholdShares
+    alike = CompositeShares | DynamicShares | LazyLayers | UniformShares | VarianceShares  # in all heads of a layer
     return (
-        (isinstance(score, LastAttention) and isinstance(budget, apart))
+        (isinstance(score, LastAttention) and budget in ALLOCATED and not isinstance(budget, alike))
         or (isinstance(budget, RecoveringHeads) and not isinstance(score, AttentionClasses))
         or (isinstance(score, LostOutput | Repetition | TaskAttention) and every is not None)
         or (isinstance(score, Ladder) and every not in (None, 1))
