@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
+from kvjax.cache import Layers
 from kvjax.checks import LARGEST
 from kvjax.decoding.loop import NOT_FINITE, Decoding, not_finite, take
 from kvjax.decoding.row_text import RowText, check_fast, stop_strings
@@ -134,11 +134,6 @@ class ReadBatch:
         ]
         return cls(requests, Resident(first, jnp.asarray(limits)).within_limits())
 
-    @cached_property
-    def shapes(self) -> Resident:
-        """The shapes of the rows, which stay when these become the rows that are refilled."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.rows)
-
     @property
     def nbytes(self) -> int:
         """The bytes of the cache, which answers do not change."""
@@ -159,7 +154,6 @@ class Refill:
         self.steps = 0
         self._leaves, self._tree = jax.tree.flatten(params)
         self._resident: Resident | None = None
-        self._shapes: Resident | None = None  # of the resident rows
         self._rows: list[Ended | None] = []  # of each row; None where it is free
         self._waiting: deque[tuple[ReadBatch, int]] = deque()  # requests of one batch, and their rows in it
         self._compiled: set[Any] = set()
@@ -168,8 +162,9 @@ class Refill:
         """Yields requests as their answers end.
 
         Args:
-            batches: the requests. A batch is asked for when no request waits. One whose caches have other shapes than
-                those before it waits until all rows are free.
+            batches: the requests. A batch is asked for when no request waits. Its layers and those of the rows get as
+                many slots as the larger of both. If a row of its caches still has another shape than the rows, it waits
+                until all of them are free.
         """
         more, ended = True, list[Ended]()
         while more or ended or self._waiting or any(self._rows):
@@ -195,18 +190,22 @@ class Refill:
         self.clock.seconds["decode"] += time.perf_counter() - started - compiled
 
     def _run(self, program: Any, *args: Any, **static: Any) -> Any:
-        """Starts a program. The first time it is compiled, which counts apart."""
-        if program not in self._compiled:
+        """Starts a program. The first time it is compiled for arguments of these shapes, which counts apart."""
+        key = program, jax.tree.structure(args), tuple(np.shape(x) for x in jax.tree.leaves(args))
+        if key not in self._compiled:
             started = time.perf_counter()
             program.lower(*args, **static).compile()
             self.clock.seconds["compile"] += time.perf_counter() - started
-            self._compiled.add(program)
+            self._compiled.add(key)
         return program(*args, **static)
 
     def _begin(self, batch: ReadBatch) -> list[Ended]:
         """Lets the requests of a batch wait for rows. Returns those whose first token is their last one."""
         with self._working():
             ended = _delivered(batch.requests, self._run(answers, batch.rows))
+            if self._resident is not None and any(self._rows):
+                self._resident, rows = _alike(self._resident, batch.rows)
+                batch = ReadBatch(batch.requests, rows)
         self._waiting += [(batch, i) for i, request in enumerate(batch.requests) if request not in ended]
         return ended
 
@@ -216,14 +215,13 @@ class Refill:
             return
         batch = self._waiting[0][0]
         if not any(self._rows):  # the batch itself becomes the rows
-            if self._shapes != batch.shapes:
-                self._compiled.clear()
-            self._resident, self._shapes, self._rows = batch.rows, batch.shapes, [None] * batch.rows.limits.size
+            self._resident, self._rows = batch.rows, [None] * batch.rows.limits.size
             while self._waiting:
                 _, i = self._waiting.popleft()
                 self._rows[i] = batch.requests[i]
             return
-        if self._shapes != batch.shapes:
+        assert self._resident is not None
+        if _shapes_of_a_row(self._resident) != _shapes_of_a_row(batch.rows):
             return
         with self._working():
             while self._waiting and None in self._rows:
@@ -252,6 +250,20 @@ class Refill:
             self.steps += int(steps)
         self._rows = [None if request in ended else request for request in self._rows]
         return ended
+
+
+def _alike(*rows: Resident) -> tuple[Resident, ...]:
+    """The same rows, whose layers have as many slots as the most of all have. Heads with slots of their own stay."""
+    entries = [one.decoding.cache.entries for one in rows]
+    if not all(isinstance(one, Layers) for one in entries):
+        return rows
+    most = tuple(map(max, *(one.bounds for one in entries)))
+    return tuple(one.with_slots(most) for one in rows)
+
+
+def _shapes_of_a_row(rows: Resident) -> Resident:
+    """The shapes of one row, by which rows of one batch can be placed in another."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
 
 
 def _delivered(requests: Sequence[Ended | None], found: Int32[Array, "B 2+T"]) -> list[Ended]:

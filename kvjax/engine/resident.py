@@ -20,7 +20,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import DATA, MODEL
 from kvjax.models import NONE_SUPPRESSED, Decoder, Suppressed
 from kvjax.plan import placed
-from kvjax.reading.room import free_room
+from kvjax.reading.room import free_room, grown
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
 
 from .compiling import Programs
@@ -85,6 +85,13 @@ class Resident:
     def advance(self, params: Decoder) -> Resident:
         """One token for every active row."""
         return replace(self, decoding=self.decoding.advance(params)).within_limits()
+
+    def with_slots(self, slots: tuple[int, ...]) -> Resident:
+        """The same rows, whose layers have these numbers of slots, which are not below those that they have."""
+        cache = self.decoding.cache
+        if slots == cache.entries.bounds:
+            return self
+        return replace(self, decoding=replace(self.decoding, cache=grown(cache, size=slots)))
 
     def answers(self) -> Int32[Array, "B 2+T"]:
         """For the host: whether each row goes on, the number of its tokens, and these."""

@@ -114,8 +114,9 @@ class RunPlan:
         refilled = []
         for planned in self.cells:
             padded = tuple(batch for batch in planned.batches if not batch.refilled)
-            if own := tuple(batch for batch in planned.batches if batch.refilled):
-                refilled.append(Sweep((planned.cell,), own, refilled=True))
+            own = sorted((batch for batch in planned.batches if batch.refilled), key=lambda batch: -batch.rows)
+            if own:  # those of the first batch are the rows, so it is the one with most
+                refilled.append(Sweep((planned.cell,), tuple(own), refilled=True))
             if padded:
                 policy, shapes = planned.cell.build(), tuple(batch.rows for batch in padded)
                 in_one = planned.cell.question == "before" and self._one_call(policy)

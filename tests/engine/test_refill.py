@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -100,17 +101,42 @@ def test_the_next_batch_is_read_while_rows_are_busy(params: Decoder) -> None:
     assert set(events[2 : events.index("read 8")]) == {f"ended {i}" for i in range(ROWS)}
 
 
+SIZES = ("full", "h2o:budget=32", "snapkv:budget=20,window=4", "sliding:full")
+
+
+@pytest.mark.parametrize("text", part(SIZES, SIZES[:1]))
+@pytest.mark.parametrize("order", [1, -1], ids=["short first", "long first"])
+def test_batches_of_other_sizes_share_the_rows(params: Decoder, text: str, order: int) -> None:
+    """One answer of the first batch takes NEW steps. The others leave their rows to the second batch in time."""
+    params = decoder(vocab=len(WORDS), windows=(8, None)) if text.startswith("sliding:") else params
+    policy = parse(text.removeprefix("sliding:"))
+    given = [prompts(4, longest=20), prompts(2, longest=90)][::order]
+    refill, lengths = Refill(params), []
+
+    def read() -> Iterator[ReadBatch]:
+        for i, some in enumerate(given):
+            batch = ReadBatch.of(
+                params, some, [(i, k) for k in range(len(some))], max_new_tokens=NEW, policy=policy, eos=()
+            )
+            limits = [5] * (len(some) - 1) + [NEW] if i == 0 else [4] * len(some)
+            lengths.append(limits)
+            yield ReadBatch(batch.requests, replace(batch.rows, limits=jax.numpy.array(limits, "int32")))
+
+    found = {one.name: one.tokens for one in refill.run(read())}
+    for i, some in enumerate(given):
+        out = kvjax.generate(params, some, policy=policy, max_new_tokens=NEW, eos=())
+        for k, limit in enumerate(lengths[i]):
+            assert found[i, k] == out.tokens[k, :limit].tolist()
+    assert refill.steps == NEW - 1, "the rows of one batch must serve both"
+
+
 @pytest.mark.slow
-def test_batches_of_other_shapes_and_single_tokens(params: Decoder) -> None:
-    """Prompts of another bucket wait until rows are free; answers of one token never take one."""
-    given = prompts(5) + prompts(6, longest=90)
-    found = {one.name: one.tokens for one in Refill(params).run(batches(params, given))}
-    refill = Refill(params)
+def test_single_tokens_take_no_row(params: Decoder) -> None:
+    given, refill = prompts(11), Refill(params)
     one = ReadBatch.of(params, given, range(11), max_new_tokens=1)
     first = {ended.name: ended.tokens for ended in refill.run(iter([one]))}
     assert refill.steps == 0
     assert first == dict(enumerate(kvjax.generate(params, given, max_new_tokens=1).tokens.tolist()))
-    assert found == generated(params, given)
     assert list(Refill(params).run(iter([]))) == []
 
 
