@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Format, lint, types and tests, in an environment it makes itself.
 #     bash scripts/test.sh              what a change can break
-#     bash scripts/test.sh --all        also slow tests, published models, other machines, and the day's part of all products
-#                                       of options; downloads PyTorch, Ray, compilers for GPUs and TPUs (1.2 GB), a model
+#     bash scripts/test.sh --all        also published models, other machines, and the day's part of slow tests and of all
+#                                       products of options; downloads PyTorch, Ray, compilers for GPUs and TPUs (1.2 GB),
+#                                       a model. With further arguments it runs all slow tests that these choose
 #     bash scripts/test.sh -k name      any argument of pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +12,9 @@ source scripts/setup_venv.sh dev plot eval
 if [ "${1:-}" = --all ]; then
     shift
     set -- -m "" "$@"
-    export EXHAUSTIVE="${EXHAUSTIVE:-$((10#$(date +%j) % 32))/32}" # another part each day
+    day=$((10#$(date +%j)))
+    export EXHAUSTIVE="${EXHAUSTIVE:-$((day % 32))/32}"
+    [ $# -gt 2 ] || export SLOW="${SLOW:-$((day % 8))/8}"
     setup_venv dev plot eval parity lm-eval ray
     source scripts/setup_compilers.sh
 else

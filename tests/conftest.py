@@ -95,13 +95,8 @@ POLICY_PARAMS = part(POLICIES, DISTINCT)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The first n cases of a test marked `slow(first=n)` are of the default run.
 
-    EXHAUSTIVE=k/n leaves out all tests marked exhaustive but the k-th part of n.
+    EXHAUSTIVE=k/n leaves out all tests marked exhaustive but the k-th part of n, and SLOW=k/n does so of slow tests.
     """
-    k, n = map(int, os.environ.get("EXHAUSTIVE", "0/1").split("/"))
-    others = [item for item in items if item.get_closest_marker("exhaustive") and crc32(item.nodeid.encode()) % n != k]
-    config.hook.pytest_deselected(items=others)
-    left_out = set(others)
-    items[:] = [item for item in items if item not in left_out]
     left: dict[str, int] = {}
     for item in items:
         for mark in [mark for mark in item.own_markers if mark.name == "slow"]:
@@ -110,6 +105,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if left[name] and not item.get_closest_marker("exhaustive"):
                 left[name] -= 1
                 item.own_markers.remove(mark)
+    parts = [(name, *map(int, os.environ.get(name.upper(), "0/1").split("/"))) for name in ("exhaustive", "slow")]
+
+    def is_of_another_part(item: pytest.Item) -> bool:
+        number = crc32(item.nodeid.encode())
+        return any(item.get_closest_marker(name) and number % n != k for name, k, n in parts)
+
+    left_out = set(filter(is_of_another_part, items))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 MAPS = 30_000 / 65_530  # the share of the memory maps that a process may take
