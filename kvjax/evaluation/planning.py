@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -107,22 +108,39 @@ class RunPlan:
         """The cells that can run, divided into those that share their prefills.
 
         Policies share a prefill if their batches are the same, they treat a prompt alike until they compress it, and
-        their caches fit into the memory together. Where rows are refilled, answers are long and each cell has prefills
-        of its own: its rows hold answers of several batches, so other policies would have to hold theirs for as long.
+        their caches fit into the memory together. Where rows are refilled, answers are long and a cell has prefills of
+        its own: its rows hold answers of several batches, so other policies would have to hold theirs for as long.
         """
         alike: dict[Any, list[PlannedCell]] = {}
         refilled = []
         for planned in self.cells:
             padded = tuple(batch for batch in planned.batches if not batch.refilled)
-            own = sorted((batch for batch in planned.batches if batch.refilled), key=lambda batch: -batch.rows)
-            if own:  # those of the first batch are the rows, so it is the one with most
-                refilled.append(Sweep((planned.cell,), tuple(own), refilled=True))
+            own = [batch for batch in planned.batches if batch.refilled]
+            refilled += [Sweep((planned.cell,), shared, refilled=True) for shared in self._sharing(planned.cell, own)]
             if padded:
                 policy, shapes = planned.cell.build(), tuple(batch.rows for batch in padded)
                 in_one = planned.cell.question == "before" and self._one_call(policy)
                 key = planned.cell.question, policy.positions, policy.storage, in_one, shapes
                 alike.setdefault(key, []).append(replace(planned, batches=padded))
         return (*(sweep for cells in alike.values() for sweep in self._divided(cells)), *refilled)
+
+    def _sharing(self, cell: Cell, batches: Sequence[ReadingBatch]) -> Iterator[tuple[ReadingBatch, ...]]:
+        """Divides batches, the longest first, into those that share rows, the one with most rows first.
+
+        All rows get the slots of the longest prompt, and steps attend to all slots. So batches share rows if the
+        longest has less than twice the slots of each, and if the rows fit into the memory with these slots.
+        """
+        policy, together = cell.build(), list[ReadingBatch]()
+        for batch in batches:
+            first, rows = [*together, batch][0].readings[0], max(one.rows for one in (*together, batch))
+            most = math.inf if self.grid.memory_gb is None else self.grid.memory_gb * 1e9
+            alike = first.size + first.new_tokens < 2 * (batch.readings[0].size + batch.readings[0].new_tokens)
+            if together and not (alike and rows * self.row_bytes(first, [policy]) <= most):
+                yield tuple(sorted(together, key=lambda batch: -batch.rows))
+                together = []
+            together.append(batch)
+        if together:
+            yield tuple(sorted(together, key=lambda batch: -batch.rows))
 
     def _divided(self, cells: Sequence[PlannedCell]) -> Iterator[Sweep]:
         """Divides cells with the same batches into sweeps whose caches fit into the memory."""

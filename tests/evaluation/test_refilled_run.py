@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from kvjax.decoding.sampling import Sampler
 from kvjax.evaluation.asking import Asker, Ended, Took
-from kvjax.evaluation.batches import ReadingBatch
+from kvjax.evaluation.batches import ReadingBatch, readings
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.runner import run
@@ -22,6 +23,7 @@ from kvjax.evaluation.tasks.vocabulary import tokenizer
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from tests.evaluation import words
+from tests.evaluation.test_asking import item
 from tests.evaluation.test_asking import params as params  # a fixture
 from tests.evaluation.test_runner import GRID, Notes, lines, plan, right
 
@@ -167,6 +169,21 @@ def test_the_rows_that_wait_take_memory_too() -> None:
         return max(ready.batch_bytes(batch, [parse("full")]) for cell in ready.cells for batch in cell.batches)
 
     assert 1.3 * most(GRID) < most(REFILLED) < 2 * most(GRID)
+
+
+def test_batches_share_rows_if_their_lengths_are_alike_and_the_memory_holds_the_longest() -> None:
+    """The longest prompt of each batch, in the order in which they are read."""
+    sizes = [300, 120, 80, 80, 40, 40, 40, 30]
+    items = [replace(item(f"{i}", size, 1, new_tokens=64), refilled=True) for i, size in enumerate(sizes)]
+
+    def read(**fields: Any) -> list[list[tuple[int, int]]]:
+        sweeps = plan(GRID.but(policies=["full"], question="before", refill=True, **fields), items).sweeps
+        return [[(batch.readings[0].prompt.size, batch.rows) for batch in sweep.batches] for sweep in sweeps]
+
+    assert read(batch=4) == [[(300, 1)], [(40, 4), (80, 2), (120, 1)], [(30, 1)]]
+    row = plan(GRID.but(refill=True), items).row_bytes(readings(items[1:2], "before")[0], [parse("full")])
+    assert read(batch=4, memory_gb=4.1 * row / 1e9) == read(batch=4)
+    assert read(batch=4, memory_gb=3.9 * row / 1e9) != read(batch=4)
 
 
 @pytest.mark.slow
