@@ -53,9 +53,9 @@ def code_rows(rows: int, k: Any, v: Any) -> int | None:
 
 
 class IntegerRows(NamedTuple):
-    """Copies of query rows as integers: q = step (terms[0] + terms[1] / FINER + terms[2] / FINER^2), by tile of channels.
+    """Copies of query rows as integers: q / unit = step (terms[0] + terms[1] / FINER + terms[2] / FINER^2).
 
-    That is exact to 6e-8 of a row's largest magnitude in the group. The unit of a tile's codes is divided out of q.
+    That is exact to 6e-8 of a row's largest magnitude in the group. The unit is that of a tile's codes.
 
     Attributes:
         terms: from -127 to 127, for each tile of channels that `code_tiles` gives.
