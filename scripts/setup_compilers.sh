@@ -1,6 +1,6 @@
 # Source this after setup_venv.sh. It installs the compilers for GPUs and TPUs that match the environment's JAX, and
-# NVIDIA's assembler and disassembler: about 1.2 GB. They have a folder of their own, because in the environment itself JAX would look
-# for the devices, and complain, each time it starts.
+# NVIDIA's assembler and disassembler: about 1.2 GB. They have a folder of their own, because in the environment itself
+# JAX would look for the devices, and complain, each time it starts.
 
 setup_compilers() {
     local folder=$PWD/.venv/compilers wanted
