@@ -21,6 +21,7 @@ from ..arrays import after_last
 from ..quantized import QuantizedArray
 from .attention_kernel import SCANNED, ExtraReduction, ExtraRows, attend_kernel
 from .blocks import Blocks, Work, measured, power_of_two
+from .codes import code_rows
 from .common import PROGRAMS
 from .join import join
 
@@ -110,6 +111,9 @@ def attend(
     Dv = D if v is None else v.shape[-1]
     Dp, Dvp = power_of_two(D), power_of_two(Dv)
     blocks = blocks or attend_blocks(R, k, 0 if extra is None else extra.lse.shape[2])
+    height = None if extra is not None else code_rows(R, k, v)
+    if height is not None:
+        blocks = blocks._replace(rows=height)
     row_blocks = pl.cdiv(R, blocks.rows)
     programs = PROGRAMS if start is None else SEGMENT_PROGRAMS
     splits = max(1, min(programs // (B * H * row_blocks), pl.cdiv(T, LEAST_TILES * blocks.slots), MOST_SPLITS))
@@ -161,6 +165,7 @@ def attend(
             softcap=softcap,
             ragged=ragged,
             extra_reduction=extra_reduction,
+            multiplies_codes=height is not None,
         ),
         grid=(splits, row_blocks, H, B),
         in_specs=[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from ..quantized import QuantizedArray
 from ..softmax import capped, finite_or_zero
 from .blocks import Blocks, power_of_two
+from .codes import IntegerRows, context_of, copies, groups_of, weighted_codes
 from .common import channel_slices, dequantize_tile, product, tiles_per_number
 
 SCANNED = 256  # positions that a program reads at once to find its last occupied tile; more spill registers
@@ -67,12 +69,14 @@ def attend_kernel(
     softcap: float | None,
     ragged: bool,
     extra_reduction: ExtraReduction | None,
+    multiplies_codes: bool,
 ) -> None:
     """Writes lse, and of out, logits and scores those that `results` has; see `triton_attention.attend`.
 
     Args:
         sizes: R, W, D and Dv, the channels of a value.
         ragged: whether a tile may reach beyond the slots of its lane.
+        multiplies_codes: whether codes are multiplied as they are; see `codes.py`. There are no extra rows then.
     """
     R, W, D, Dv = sizes
     Dp, Dvp = q_ref.shape[-1], power_of_two(Dv)
@@ -99,6 +103,8 @@ def attend_kernel(
             extra.append((queries, extra_refs.lse[rows], extra_refs.positions[rows]))
             newest = jnp.maximum(newest, jnp.max(extra[-1][2]))
     own = jnp.where(newest >= 0, own, 0)
+    groups = groups_of(k_ref) if multiplies_codes else 1
+    integers = IntegerRows.of(q, k_ref) if multiplies_codes else None
 
     def load(ref: Any, size: int, place: Any, occupied: Array, c: Any = slice(None)) -> Array:
         """A tile of some channels of `ref`, which has the numbers of `size` channels."""
@@ -106,6 +112,10 @@ def attend_kernel(
             return ref[place, c]
         x = ref.at[place, c]
         return plgpu.load(x, mask=occupied[:, None] & (jnp.arange(x.shape[-1]) < size)[None], other=0)
+
+    def load_codes(ref: QuantizedArray, size: int, place: Any, occupied: Array) -> QuantizedArray:
+        codes, scales = (load(x, size, place, occupied) for x in (ref.codes, ref.scales))
+        return replace(ref, codes=codes, scales=scales)
 
     def load_numbers(ref: Any, size: int, place: Any, occupied: Array) -> list[Array]:
         """A tile of keys or values: one array of all channels, or one for each half of the channels."""
@@ -127,12 +137,14 @@ def attend_kernel(
         occupied = slot < used
         place = pl.ds(start + j * blocks.slots, blocks.slots)
         p = plgpu.load(p_ref.at[place], mask=occupied, other=-1)[None]
-        keys = load_numbers(k_ref, D, place, occupied)
+        keys = load_codes(k_ref, D, place, occupied) if multiplies_codes else load_numbers(k_ref, D, place, occupied)
         bias = None if bias_ref is None else plgpu.load(bias_ref.at[place], mask=occupied, other=0)[None]
 
-        def logits_of(q: list[Array], t: Array) -> Array:
-            logits = reduce(jnp.add, [product(x, y.T) for x, y in zip(q, keys, strict=True)]) * scale
-            logits = capped(logits, softcap)
+        def products_of(q: list[Array]) -> Array:
+            return reduce(jnp.add, [product(x, y.T) for x, y in zip(q, keys, strict=True)])
+
+        def logits_of(products: Array, t: Array) -> Array:
+            logits = capped(products * scale, softcap)
             if bias is not None:
                 logits += bias
             seen = (p >= 0) & (p <= t[:, None])
@@ -140,13 +152,14 @@ def attend_kernel(
                 seen &= t[:, None] - p < window
             return jnp.where(seen, logits, -jnp.inf)
 
-        logits = logits_of(q, t)
+        logits = logits_of(products_of(q) if integers is None else integers.products(keys), t)
         if "logits" in results:
             rows = pl.ds(i * blocks.rows, blocks.rows)
             plgpu.store(results["logits"].at[rows, place], logits, mask=(row < R)[:, None] & occupied[None])
         if extra_reduction is not None:
             join = jnp.maximum if extra_reduction.tiles == "max" else jnp.add
-            scores = reduce(join, [jnp.exp(logits_of(queries, at) - lse[:, None]) for queries, lse, at in extra])
+            each = [jnp.exp(logits_of(products_of(queries), at) - lse[:, None]) for queries, lse, at in extra]
+            scores = reduce(join, each)
             scores = jnp.max(scores, axis=0) if extra_reduction.rows == "max" else jnp.sum(scores, axis=0)
             plgpu.store(results["scores"].at[place], scores, mask=occupied)
         higher = jnp.maximum(peak, jnp.max(logits, axis=1))
@@ -154,16 +167,22 @@ def attend_kernel(
         weights = jnp.exp(logits - finite[:, None])
         shrink = jnp.exp(peak - finite)
         if v_ref is not None:
-            values = load_numbers(v_ref, Dv, place, occupied)
-            out = [x * shrink[:, None] + product(weights.astype(y.dtype), y) for x, y in zip(out, values, strict=True)]
+            if multiplies_codes:
+                sums = weighted_codes(weights, load_codes(v_ref, Dv, place, occupied))
+            else:
+                sums = [product(weights.astype(y.dtype), y) for y in load_numbers(v_ref, Dv, place, occupied)]
+            fading = copies(shrink, groups)[:, None]
+            out = [x * fading + y for x, y in zip(out, sums, strict=True)]
         return out, total * shrink + jnp.sum(weights, axis=1), higher
 
     zeros = jnp.zeros(blocks.rows, jnp.float32)
     value_slices = [] if v_ref is None else channel_slices(tiles_per_number(v_ref), Dv, Dvp)
-    out = [jnp.zeros((blocks.rows, Dvp // len(value_slices)), jnp.float32) for _ in value_slices]
+    out = [jnp.zeros((groups * blocks.rows, Dvp // len(value_slices)), jnp.float32) for _ in value_slices]
     out, total, peak = jax.lax.fori_loop(0, own, add, (out, zeros, zeros - jnp.inf))
     total = jnp.where(total == 0, 1.0, total)
     plgpu.store(results["lse"], peak + jnp.log(total), mask=row < R)
+    if multiplies_codes:
+        out = context_of(out, v_ref)
     for x, (c, mask) in zip(out, value_slices, strict=True):
         context = (x / total[:, None]).astype(results["out"].dtype)
         plgpu.store(results["out"].at[:, c], context, mask=row_exists & mask)

@@ -37,13 +37,13 @@ class Kernel:
     products: tuple[str, ...]
 
 
-def assembler() -> str:
-    """The path of ptxas, from the Python package or the machine. Skips the test if there is none."""
+def tool(name: str) -> str:
+    """The path of ptxas or nvdisasm, from a Python package or the machine. Skips the test if there is none."""
     found = importlib.util.find_spec("nvidia")
     for folder in found.submodule_search_locations or () if found else ():
-        for path in Path(folder).glob("*/bin/ptxas"):
+        for path in Path(folder).glob(f"*/bin/{name}"):
             return str(path)
-    return shutil.which("ptxas") or pytest.skip("no ptxas: pip install '.[aot]'")
+    return shutil.which(name) or pytest.skip(f"no {name}: pip install '.[aot]'")
 
 
 def accelerator(name: str) -> jax.Device:
@@ -79,7 +79,7 @@ def read(path: Path) -> list[Kernel]:
         return []
     (arch,) = re.findall(r"^\.target (\w+)", text, re.MULTILINE)
     run = subprocess.run(
-        [assembler(), "-v", f"-arch={arch}", str(path), "-o", "/dev/null"], capture_output=True, text=True, check=True
+        [tool("ptxas"), "-v", f"-arch={arch}", str(path), "-o", "/dev/null"], capture_output=True, text=True, check=True
     )
     properties = re.findall(
         r"Function properties for (\w+)\s+.*?(\d+) bytes spill stores.*?Used (\d+) registers", run.stderr, re.DOTALL
@@ -94,3 +94,22 @@ def read(path: Path) -> list[Kernel]:
         )
         for name, spilled, registers in properties
     ]
+
+
+def longest_loop(folder: Path, kernel: str) -> int:
+    """The number of instructions in the longest loop of a kernel whose PTX is in a folder."""
+    (path,) = [path for path in folder.glob("*.ptx") if f".entry {kernel}" in path.read_text()]
+    (arch,) = re.findall(r"^\.target (\w+)", path.read_text(), re.MULTILINE)
+    binary = path.with_suffix(".cubin")
+    subprocess.run([tool("ptxas"), f"-arch={arch}", str(path), "-o", str(binary)], check=True)
+    listing = subprocess.run([tool("nvdisasm"), "-c", str(binary)], capture_output=True, text=True, check=True).stdout
+    (program,) = [part for part in re.split(r"^\.text\.", listing, flags=re.MULTILINE) if part.startswith(kernel)]
+    count, places, lengths = 0, {}, [0]
+    for line in program.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            places[label[1]] = count
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            count += 1
+            if (back := re.search(r"BRA.*`\((\.L_\w+)\)", instruction[1])) and back[1] in places:
+                lengths.append(count - places[back[1]])
+    return max(lengths)

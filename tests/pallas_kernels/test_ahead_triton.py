@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.aot.targets import Gpu, Target
 from kvjax.pallas_kernels import Asked, QuantizedArray, Reduction
-from tests.pallas_kernels.ptx import accelerator, assembler, compile_for
+from tests.pallas_kernels.ptx import accelerator, compile_for, longest_loop, tool
 from tests.products import part
 
 pytestmark = [
@@ -232,7 +232,7 @@ def test_compiles_for_gpus_with_100_kb_of_shared_memory(problem: str, tmp_path: 
 
 
 def compiles(problem: str, device: jax.Device, tmp_path: Path) -> None:
-    assembler()
+    tool("ptxas")
     operation, static, shapes = PROBLEMS[problem]
     if operation not in ("top_tokens", "grouped_product"):
         static = static | {"scale": 0.09}
@@ -256,6 +256,17 @@ def call_with_extra(
 ) -> Any:
     """Calls the kernel with the arrays of `Asked` given one by one."""
     return kernel(**options, asked=Asked(asked, asked_lse, asked_positions, reduction))
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 870), (4, 900)])
+def test_loops_over_codes_are_short(bits: int, most: int, tmp_path: Path) -> None:
+    """An H100 is bound by the instructions of this loop. They are per thread, for 64 slots by four warps."""
+    tool("nvdisasm")
+    kernel = import_module("kvjax.pallas_kernels.slot_attention.triton").slot_attention
+    compile_for(accelerator("h200"), partial(kernel, scale=0.09), quantized(attention(4, 8, 32_768), bits), tmp_path)
+    length = longest_loop(tmp_path, "attend_kernel")
+    print(bits, length)
+    assert 300 < length <= most
 
 
 def test_offsets_past_2_to_the_31_are_64_bits_wide(tmp_path: Path) -> None:

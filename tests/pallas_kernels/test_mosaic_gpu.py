@@ -17,7 +17,7 @@ from kvjax.pallas_kernels import Asked, QuantizedArray, Reduction
 from tests.dense import assert_close, attention, context
 from tests.pallas_kernels.cases import Case
 from tests.pallas_kernels.checks import check_slots, jitted, on_gpu
-from tests.pallas_kernels.ptx import accelerator, assembler, compile_for, read
+from tests.pallas_kernels.ptx import accelerator, compile_for, read, tool
 from tests.products import part
 
 shared, kernel = (
@@ -204,7 +204,7 @@ def test_compiles(problem: str, name: str, products: str, tmp_path: Path, monkey
     if products == "mma" and shared.MMA is None:
         pytest.skip("Mosaic GPU has mma since JAX 0.11")
     accelerator(name)
-    assembler()
+    tool("ptxas")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     process = get_context("spawn").Process(target=compile_problem, args=(problem, name, products, tmp_path))
     process.start()

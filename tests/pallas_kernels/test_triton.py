@@ -58,7 +58,7 @@ here = partial(jitted, interpret=INTERPRET)
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES + THIN_CASES, ids=str)
 def test_slot_attention(case):
-    check_slots(here(slot.slot_attention), case)
+    check_slots(here(slot.slot_attention), case, rounded=False)
 
 
 @pytest.mark.slow(first=1)
@@ -84,7 +84,8 @@ SEGMENT_EXTRA = [None, (4, Reduction("sum", "sum", "group")), (7, Reduction("max
     ids=str,
 )
 def test_segment_attention(case, lanes, extra):
-    check_segments(here(segment.segment_attention), case, lanes, extra=extra)
+    # Beside extra rows, entries are dequantised. Without, codes in bfloat16 are multiplied as they are.
+    check_segments(here(segment.segment_attention), case, lanes, rounded=extra is not None, extra=extra)
 
 
 @pytest.mark.slow(first=1)
