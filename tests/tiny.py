@@ -37,7 +37,7 @@ def decoder(
 ) -> Decoder:
     """A decoder with random weights: one layer per window, of width 32, with heads of 8 channels.
 
-    With `gates`, it has random networks of each method that scores hidden states, and random statistics.
+    With `gates`, it has random gates of each method whose gates lie beside the parameters, and random statistics.
     """
     config = DecoderConfig("llama", vocab, 32, 48, heads, kv_heads, 8, windows, Rope(1e4), 4096, mixture=mixture)
     params = Decoder(config, nnx.Rngs(0))
@@ -85,19 +85,26 @@ def random_statistics(config: DecoderConfig) -> dict[str, np.ndarray]:
 
 
 def random_gates(layers: int, kv_heads: int, group: int, width: int = 32) -> tuple[Gates, ...]:
-    """Gates of each method that scores hidden states, for a decoder of that width."""
+    """Gates of each method whose gates lie beside the parameters, for a decoder of that width."""
     rng = np.random.default_rng(1)
     sizes: dict[str, dict[str, int | None]] = {
         "kvzap": {"input_dim": width, "output_dim": kv_heads, "hidden_dim": 5},
         "fastkvzip": {"input_dim": width, "nhead": kv_heads, "ngroup": group, "output_dim": 6, "sink": 3},
+        "lookaheadkv": {
+            **{"input_dim": width, "query_dim": 8 * kv_heads * group, "kv_dim": 8 * kv_heads, "mlp_dim": 48},
+            **{"rank": 2, "tokens": 5},
+        },
     }
     return tuple(
         Gates(
             method,
             own,
             tuple(
-                {name: rng.normal(size=shape).astype(np.float32) for name, shape in FORMS[method].shapes(own).items()}
-                for _ in range(layers)
+                {
+                    name: rng.normal(size=shape).astype(np.float32) * (0.2 if "lora" in name else 1)
+                    for name, shape in FORMS[method].shapes_of(layer, own).items()
+                }
+                for layer in range(layers)
             ),
         )
         for method, own in sizes.items()

@@ -76,6 +76,7 @@ class Needs:
             "residual", as it enters the layer, or "" for none. No cache holds hidden states, so that an entry whose
             state was forgotten cannot be scored again.
         gates: the name of the networks that it reads beside the parameters (`kvjax.with_gates`), '' for none.
+        learned: the number of learned tokens of these gates that its passes run (`Pass.learned`).
         statistics: the names of the `AttentionLayer.statistics` that it reads (`kvjax.with_statistics`).
         marks: facts that parts tell each other by names that they agree on. Core code reads none of them, and a pair of
             parts may add its own. Those in use are
@@ -100,6 +101,7 @@ class Needs:
     by_count: bool = False
     hidden: Literal["", "normed", "residual"] = ""
     gates: str = ""
+    learned: int = 0
     statistics: tuple[str, ...] = ()
     marks: frozenset[str] = frozenset()
 
