@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attend.causal import causal
 from kvjax.attend.positions import rotated
 from kvjax.files.texts import Stream
 from kvjax.generate import generate
-from kvjax.models import Attend, AttentionLayer, Decoder
+from kvjax.models import Attend, AttentionLayer, Decoder, embedded
 from kvjax.pallas_kernels import capped
 
 from .adapters import adapted, adapter_sizes
@@ -22,7 +22,7 @@ from .reconstruction import random_weights
 
 LEAST = 1e-9  # smaller importances count as this one, so that logarithms are finite
 
-Batch = tuple[Int[np.ndarray, "B T"]]  # prompts with their answers
+Batch = tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]  # prompts with their answers, and the answers' lengths
 
 
 def divergence(
@@ -69,21 +69,24 @@ def divergence(
 
     def batch(step: int) -> Batch:
         prompts = stream.endings(recipe.batch, length, np.random.default_rng([recipe.seed, step]))
-        answers = generate(params, prompts, policy="full", max_new_tokens=answer).tokens
-        return (np.concatenate([prompts, np.asarray(answers, np.int32)], axis=1),)
+        out = generate(params, prompts, policy="full", max_new_tokens=answer)
+        answers = np.pad(np.maximum(out.tokens, 0), ((0, 0), (0, answer - out.tokens.shape[1])))
+        return np.concatenate([prompts, answers], axis=1), np.asarray(out.lengths, np.int32)
 
     def loss(weights: Weights, params: Decoder, batch: Batch) -> Float[Array, ""]:
-        (text,) = map(jnp.asarray, batch)
+        text, counts = map(jnp.asarray, batch)
+        real = jnp.arange(answer) < counts[:, None]
         positions = jnp.broadcast_to(jnp.arange(length + answer), text.shape)
         behind = jnp.broadcast_to(length + jnp.arange(tokens), (len(text), tokens))
-        x = params.embed[...][text] * jnp.asarray(config.embedding_scale, params.embed.dtype)
+        x = embedded(params.embed, text, config.embedding_scale)
         z = jnp.broadcast_to(weights[0]["tokens"].astype(x.dtype), (len(text), tokens, config.hidden_size))
         divergences = []
         for layer, record, own in zip(params.layers, params.attention_layers, weights, strict=True):
             prompt, states = layer.recur(x[:, :length])
             answers, _ = layer.recur(x[:, length:], states=states)
             seen: list[Any] = []
-            x, _ = layer(jnp.concatenate([prompt, answers], axis=1), record, _answering(positions, length, seen), None)
+            attend = _answering(positions, real, seen)
+            x, _ = layer(jnp.concatenate([prompt, answers], axis=1), record, attend, None)
             keys, values, wanted = seen
             z, _ = layer.recur(z, states=states)
             z, found = adapted(layer, own)(z, record, _looking_ahead(behind, keys, values), None)
@@ -93,9 +96,12 @@ def divergence(
     return Objective("lookaheadkv", sizes, initial, batch, loss, settings={"answer": answer})
 
 
-def _answering(positions: Int[Array, "B T"], length: int, seen: list[Any]) -> Attend:
-    """Causal attention that notes the keys and values of the prompt, and its importance by the answer [B, Hq, N]."""
-    plain = causal(positions)
+def _answering(positions: Int[Array, "B T"], real: Bool[Array, "B A"], seen: list[Any]) -> Attend:
+    """Causal attention that notes the keys and values of the prompt, and its importance by the answer [B, Hq, N].
+
+    Of an answer that ends early, the tokens that are `real` count.
+    """
+    plain, length = causal(positions), positions.shape[1] - real.shape[1]
 
     def attend(
         layer: AttentionLayer,
@@ -107,7 +113,9 @@ def _answering(positions: Int[Array, "B T"], length: int, seen: list[Any]) -> At
         keys = _turned(layer, k, positions)
         queries = _turned(layer, layer.rope.grown(q, positions)[:, :, length:], positions[:, length:])
         weights = _weights(layer, queries, keys, positions[:, length:], positions)
-        seen.extend((keys[:, :, :length], v[:, :, :length], _importance(weights[..., :length])))
+        seen.extend(
+            (keys[:, :, :length], v[:, :, :length], _importance(weights[..., :length] * real[:, None, :, None]))
+        )
         return plain(layer, q, k, v, cache)
 
     return attend
@@ -162,6 +170,6 @@ def _weights(
 
 
 def _importance(weights: Float[Array, "B Hq W N"]) -> Float[Array, "B Hq N"]:
-    """The mean weight of each entry as a share of that of all entries, at least `LEAST`."""
-    mean = jnp.mean(weights, axis=2)
-    return jnp.maximum(mean / jnp.maximum(jnp.sum(mean, axis=-1, keepdims=True), LEAST), LEAST)
+    """The weight of each entry from all queries as a share of that of all entries, at least `LEAST`."""
+    received = jnp.sum(weights, axis=2)
+    return jnp.maximum(received / jnp.maximum(jnp.sum(received, axis=-1, keepdims=True), LEAST), LEAST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,7 +34,8 @@ def shares(weights: np.ndarray) -> np.ndarray:
 
 
 def test_prompts_end_where_texts_end_and_the_model_answers_them() -> None:
-    (text,) = objective().batch(0)
+    text, lengths = objective().batch(0)
+    assert lengths.tolist() == [ANSWER, ANSWER]
     for row in text:
         assert any((row[:N] == STREAM.tokens[end - N : end]).all() for end in STREAM.ends)
     answers = kvjax.generate(PARAMS, text[:, :N], max_new_tokens=ANSWER).tokens
@@ -44,21 +46,18 @@ def test_prompts_end_where_texts_end_and_the_model_answers_them() -> None:
 def test_the_loss_is_the_divergence_of_importances() -> None:
     """Against attention rows of whole sequences, with random learned tokens and adapters."""
     made = objective()
-    gates = tiny.random_gates(2, 2, 2)[-1]
-    weights = tuple(
-        {name: x[:TOKENS] if name == "tokens" else x for name, x in layer.items()} for layer in gates.layers
-    )
-    (text,) = made.batch(0)
+    gates = tiny.learned_tokens(PARAMS.config, TOKENS)
+    text, lengths = made.batch(0)[0], np.array([ANSWER, 2])  # the second answer ends early
     found = []
-    for row in text:
+    for row, n in zip(text, lengths, strict=True):
         reader = Reader(PARAMS)
         reader.read(row)
-        answer = reader.weights(range(N, N + ANSWER), range(N))  # [L, H, G, W, N]
+        answer = reader.weights(range(N, N + n), range(N))  # [L, H, G, W, N]
         lookahead = attention_rows(PARAMS, gates, row[:N], TOKENS)
         for own, ahead in zip(answer, lookahead, strict=True):
-            t, s = shares(own.reshape(-1, ANSWER, N)), shares(ahead)
+            t, s = shares(own.reshape(-1, n, N)), shares(ahead)
             found.append((t * np.log(t / s)).sum(axis=-1).mean())
-    loss = made.loss(tuple({k: jnp.asarray(x) for k, x in layer.items()} for layer in weights), PARAMS, (text,))
+    loss = made.loss(jax.tree.map(jnp.asarray, gates.layers), PARAMS, (text, lengths))
     np.testing.assert_allclose(loss, np.mean(found), rtol=1e-4)
 
 
@@ -69,7 +68,6 @@ def test_the_divergence_falls(tmp_path: Any) -> None:
     first, batch = made.initial(), made.batch(0)
     assert all(not layer[name].any() for layer in first for name in layer if "lora_B" in name)
     gates = train(PARAMS, made, Recipe(60, 2, N, 0.02), tmp_path / "out", facts={})
-    last = tuple({name: jnp.asarray(x) for name, x in layer.items()} for layer in gates.layers)
-    assert made.loss(last, PARAMS, batch) < 0.5 * made.loss(first, PARAMS, batch)
+    assert made.loss(jax.tree.map(jnp.asarray, gates.layers), PARAMS, batch) < 0.5 * made.loss(first, PARAMS, batch)
     policy = f"lookaheadkv:budget=6,tokens={TOKENS},recent=2"
     assert kvjax.prefill(kvjax.with_gates(PARAMS, tmp_path / "out"), batch[0][:, :N], policy=policy).filled

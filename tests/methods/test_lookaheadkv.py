@@ -41,8 +41,9 @@ MAPS = {
 @cache
 def model(heads: int, kv_heads: int) -> tuple[kvjax.models.Decoder, Gates]:
     """Two layers, the second with a sliding window, with gates; and these."""
-    gates = tiny.random_gates(2, kv_heads, heads // kv_heads)[-1]
-    return with_gates(tiny.decoder(heads, kv_heads, (None, WINDOW)), gates), gates
+    params = tiny.decoder(heads, kv_heads, (None, WINDOW))
+    gates = tiny.learned_tokens(params.config)
+    return with_gates(params, gates), gates
 
 
 def normed(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
