@@ -31,7 +31,7 @@ from .common.replayed import ReplayedScore
 from .common.shares import UniformShares
 from .registry import preset
 
-GATES = "lookaheadkv"
+GATES, POOLING = "lookaheadkv", Pooling("max", 7)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LookaheadAttention(ReplayedScore):
 
     tokens: int = 32
     group: Literal["mean", "max"] = "mean"
-    pooling: Pooling | None = None
+    pooling: Pooling | None = POOLING
 
     def __post_init__(self) -> None:
         check_integer("tokens", self.tokens, least=1)
@@ -61,7 +61,7 @@ class LookaheadAttention(ReplayedScore):
     @property
     def needs(self) -> Needs:
         received = Received(Reduction(rows="mean", group=self.group), calls="replays")
-        return Needs(received=received, gates=GATES, learned=self.tokens)
+        return Needs(received=received, gates=GATES)
 
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
         return [Pass.learned(GATES, self.tokens, lengths)]

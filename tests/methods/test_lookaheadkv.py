@@ -28,7 +28,7 @@ from tests.methods.hidden import scored
 from tests.methods.reference import rotated, softmax
 
 OPTIONS = ("budget=12,tokens=3,recent=2,kernel=3", "budget=0.5,tokens=5,recent=1,pool=none,group=max")
-SCORES = (LookaheadAttention(3), LookaheadAttention(3, "max", Pooling("max", 3)))
+SCORES = (LookaheadAttention(3, pooling=None), LookaheadAttention(3, "max", Pooling("max", 3)))
 SIZE, WINDOW = 24, 13
 ROWS = [np.random.default_rng(4).integers(0, tiny.VOCAB, n) for n in (24, 2, 13)]  # one shorter than the learned tokens
 MAPS = {
@@ -136,6 +136,19 @@ def test_bfloat16() -> None:
     exact = np.asarray(theirs.per_slot)[held]
     assert np.quantile(np.abs(np.asarray(ours.per_slot)[held] / exact - 1), 0.9) < 0.1
     assert exact.std() > 0.02
+
+
+@pytest.mark.slow
+def test_several_policies_read_one_prompt() -> None:
+    params, _ = model(8, 2)
+    specs = [
+        "lookaheadkv:budget=8,tokens=5,recent=2",
+        "snapkv:budget=8,window=4",
+        "lookaheadkv:budget=8,tokens=3,recent=2",
+    ]
+    for spec, found in zip(specs, kvjax.prefill_each(params, ROWS, policies=specs), strict=True):
+        alone = kvjax.prefill(params, ROWS, policy=spec)
+        assert [tiny.held(found, b) for b in range(3)] == [tiny.held(alone, b) for b in range(3)]
 
 
 @pytest.mark.slow
