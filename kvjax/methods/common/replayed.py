@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
-from kvjax.policy import LayerShape, Moment, Policy, Score
+from kvjax.policy import Attended, LayerShape, Moment, Policy, Score
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class ReplayedScore(Score):
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], None]:
         return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32), None
+
+    @abstractmethod
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], None]:
+        """Returns the scores after a pass, which `attended.replay` tells from the prompt, has attended."""
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         return entries.per_slot
