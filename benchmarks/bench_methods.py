@@ -113,6 +113,7 @@ def main() -> None:
     from flax import nnx
 
     import kvjax
+    from kvjax.gates.adapters import adapter_sizes
     from kvjax.gates.files import Gates
     from kvjax.gates.reconstruction import random_weights
     from kvjax.methods.kvmerger.cluster import set_ends, solve_theta
@@ -133,7 +134,9 @@ def main() -> None:
     params = kvjax.with_statistics(Decoder(config, nnx.Rngs(0), jnp.float32), statistics)
     of_heads = {"input_dim": config.hidden_size, "output_dim": KV_HEADS, "hidden_dim": config.hidden_size // 8}
     of_keys = {"input_dim": config.hidden_size, "nhead": KV_HEADS, "ngroup": HEADS // KV_HEADS}
-    for method, sizes in {"kvzap": of_heads, "fastkvzip": {**of_keys, "output_dim": 16, "sink": 16}}.items():
+    of_keys |= {"output_dim": 16, "sink": 16}
+    learned = {**adapter_sizes(config), "rank": 8, "tokens": 32}
+    for method, sizes in {"kvzap": of_heads, "fastkvzip": of_keys, "lookaheadkv": learned}.items():
         drawn = jax.tree.map(np.asarray, random_weights(method, sizes, LAYERS, seed=0))
         params = kvjax.with_gates(params, Gates(method, sizes, drawn))
     prompt = rng.integers(0, config.vocab_size, (1, arguments.prompt)).astype(np.int32)

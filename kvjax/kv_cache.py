@@ -299,6 +299,14 @@ def check_attached(policy: Policy, params: Decoder) -> None:
             f"{policy.score} reads gates of {name!r}, and the parameters {has}: expected "
             "params = kvjax.with_gates(params, FOLDER)"
         )
+    if name in params.gates:
+        there, shapes = params.gates[name].shape[0], [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((1, 1), (1,))]
+        run = max(part.tokens.shape[1] for part in jax.eval_shape(partial(policy.score.passes, texts=()), *shapes))
+        if run > there:
+            raise ValueError(
+                f"{policy.score} runs {run} learned tokens, and the gates of {name!r} have {there}: expected at most "
+                f"{there}"
+            )
     if missing := [name for name in needs.statistics if name not in attention.statistics]:
         has = f"have {', '.join(attention.statistics)}" if len(attention.statistics) else "have none"
         raise ValueError(

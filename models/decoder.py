@@ -35,9 +35,9 @@ class Attention(nnx.Module):
     """The projections to query, key and value heads and back, without attention itself.
 
     Some families have biases, norms on the query and key heads, or `output_gate`, which multiplies contexts by
-    sigmoid(x W). `gates` holds networks by name that read the same hidden states, such as those of `kvjax.with_gates`,
-    and `statistics` what was measured of the queries, such as that of `kvjax.with_statistics`. A checkpoint of the
-    model has neither of the two.
+    sigmoid(x W). `gates` holds networks by name that read the same hidden states, or adapt the layer, such as those of
+    `kvjax.with_gates`, and `statistics` what was measured of the queries, such as that of `kvjax.with_statistics`. A
+    checkpoint of the model has neither of the two.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
@@ -176,7 +176,8 @@ class Decoder(nnx.Module):
     `params` is a Flax `nnx.Module` and a pytree: its leaves are the weights, and its `DecoderConfig` is static data in
     `params.config`, as is what a checkpoint says beside its weights, the `Card` in `params.card`. Pass it to `jax.jit`
     like any pytree. `params(tokens, attend, cache)` runs the layers, and `params.logits(hidden)` maps hidden states to
-    next-token logits.
+    next-token logits. `gates` holds learned tokens by name, such as those of `kvjax.with_gates`; a checkpoint of the
+    model has none.
 
     Args:
         config: the architecture.
@@ -191,6 +192,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.List([Layer(config, index, rngs, dtype) for index in range(config.num_layers)])
         self.norm = RMSNorm(config, (E,), ("embed",), dtype)
         self.unembed = None if config.tie_embeddings else weight(rngs, (E, V), ("embed", "vocab"), E, dtype)
+        self.gates: nnx.Dict[Any] = nnx.Dict()
 
     def __call__(
         self, tokens: Int[Array, "B N"], attend: Attend, cache: Any = None, mix: Mix = densely

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 import kvjax
 from kvjax import policies
 from kvjax.attend.causal import causal
+from kvjax.gates.adapters import adapter_sizes
 from kvjax.gates.files import Gates
 from kvjax.gates.forms import FORMS
 from kvjax.kv_cache import KVCache
@@ -37,13 +39,15 @@ def decoder(
 ) -> Decoder:
     """A decoder with random weights: one layer per window, of width 32, with heads of 8 channels.
 
-    With `gates`, it has random networks of each method that scores hidden states, and random statistics.
+    With `gates`, it has random gates of each method whose gates lie beside the parameters, and random statistics.
     """
     config = DecoderConfig("llama", vocab, 32, 48, heads, kv_heads, 8, windows, Rope(1e4), 4096, mixture=mixture)
     params = Decoder(config, nnx.Rngs(0))
-    for each in random_gates(len(windows), kv_heads, heads // kv_heads) if gates else ():
+    if not gates:
+        return params
+    for each in (*random_gates(len(windows), kv_heads, heads // kv_heads), learned_tokens(config)):
         params = kvjax.with_gates(params, each)
-    return kvjax.with_statistics(params, random_statistics(config)) if gates else params
+    return kvjax.with_statistics(params, random_statistics(config))
 
 
 @cache
@@ -91,17 +95,22 @@ def random_gates(layers: int, kv_heads: int, group: int, width: int = 32) -> tup
         "kvzap": {"input_dim": width, "output_dim": kv_heads, "hidden_dim": 5},
         "fastkvzip": {"input_dim": width, "nhead": kv_heads, "ngroup": group, "output_dim": 6, "sink": 3},
     }
-    return tuple(
-        Gates(
-            method,
-            own,
-            tuple(
-                {name: rng.normal(size=shape).astype(np.float32) for name, shape in FORMS[method].shapes(own).items()}
-                for _ in range(layers)
-            ),
-        )
-        for method, own in sizes.items()
-    )
+    return tuple(drawn_gates(rng, method, own, layers, 1.0) for method, own in sizes.items())
+
+
+def learned_tokens(config: DecoderConfig, count: int = 5) -> Gates:
+    """Random learned tokens and adapters of rank 2."""
+    sizes = {**adapter_sizes(config), "rank": 2, "tokens": count}
+    return drawn_gates(np.random.default_rng(3), "lookaheadkv", sizes, config.num_layers, 0.3)
+
+
+def drawn_gates(
+    rng: np.random.Generator, method: str, sizes: Mapping[str, int | None], layers: int, scale: float
+) -> Gates:
+    """Gates of normal numbers of that deviation."""
+    shapes = [FORMS[method].shapes_of(i, sizes) for i in range(layers)]
+    each = [{name: (scale * rng.normal(size=x)).astype(np.float32) for name, x in own.items()} for own in shapes]
+    return Gates(method, sizes, tuple(each))
 
 
 def left_pad(rows: list[np.ndarray], size: int) -> tuple[np.ndarray, np.ndarray]:

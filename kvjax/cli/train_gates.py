@@ -21,6 +21,7 @@ class Method(StrEnum):
     kvzap = "kvzap"
     fastkvzip = "fastkvzip"
     duo_attention = "duo_attention"
+    lookaheadkv = "lookaheadkv"
 
 
 def train_gates(
@@ -43,6 +44,11 @@ def train_gates(
     ] = None,
     recent: Annotated[
         int | None, typer.Option(help="duo_attention: most recent tokens that streaming heads see. Default: 256.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="lookaheadkv: learned tokens. Default: 32.")] = None,
+    rank: Annotated[int | None, typer.Option(help="lookaheadkv: rank of the adapters. Default: 8.")] = None,
+    answer: Annotated[
+        int | None, typer.Option(help="lookaheadkv: tokens of the model's answer to each text. Default: 32.")
     ] = None,
     distinct: Annotated[
         int | None,
@@ -67,7 +73,7 @@ def train_gates(
     rate = training.learning_rate if learning_rate is None else learning_rate
     recipe = Recipe(steps, batch, length, rate, seed, distinct)
     check_size("save_every", save_every)
-    options = {"inner": inner, "sinks": sinks, "recent": recent}
+    options = {"inner": inner, "sinks": sinks, "recent": recent, "tokens": tokens, "rank": rank, "answer": answer}
     given = {name: value for name, value in options.items() if value is not None}
     check_options(method.value, given)
     check_training(out)
@@ -87,7 +93,7 @@ def train_gates(
     if as_json:
         document = {"model": model, "data": str(data), "out": str(out), "method": method.value}
         print_json(document | {"steps": steps, "loss": lines[-1]["loss"] if lines else None})
-    elif gates.form.score is None:
+    elif not gates.form.attached:
         note(f"{out} has the gates; the policy {method.value}:gates={out} reads them")
     else:
         note(f"{out} has the gates; kvjax.with_gates(params, {str(out)!r}) attaches them")

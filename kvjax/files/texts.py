@@ -23,15 +23,25 @@ class Stream:
     Attributes:
         tokens: the token ids.
         begin: what every window begins with: the tokenizer's first special token, if it has one.
+        ends: where texts end: the number of tokens up to the end of each. Empty for one text.
     """
 
     tokens: Int[np.ndarray, "T"]
     begin: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
     def windows(self, count: int, length: int, rng: np.random.Generator) -> Int[np.ndarray, "B N"]:
         """Draws `count` windows of `length` tokens at random places."""
         own = length - len(self.begin)
-        firsts = rng.integers(0, len(self.tokens) - own + 1, count)
+        return self._from(rng.integers(0, len(self.tokens) - own + 1, count), own)
+
+    def endings(self, count: int, length: int, rng: np.random.Generator) -> Int[np.ndarray, "B N"]:
+        """Draws `count` windows of `length` tokens that end where a text ends; before a short text is another."""
+        own = length - len(self.begin)
+        ends = np.array(self.ends or (len(self.tokens),))
+        return self._from(rng.choice(ends[ends >= own], count) - own, own)
+
+    def _from(self, firsts: Int[np.ndarray, "B"], own: int) -> Int[np.ndarray, "B N"]:
         return np.stack([np.concatenate([self.begin, self.tokens[i : i + own]]) for i in firsts]).astype(np.int32)
 
 
@@ -49,14 +59,16 @@ def read_stream(path: str | Path, tokenizer: Any, least: int) -> Stream:
         OSError: a file cannot be read.
     """
     tokens: list[int] = []
+    ends: list[int] = []
     files = text_files(path)
     for i, file in enumerate(files):
         tell("reading texts", i, len(files), "files")
         tokens += tokenizer.encode(read_text(file, MOST, "a text file"), add_special_tokens=False)
+        ends.append(len(tokens))
     if len(tokens) < least:
         raise ValueError(f"data={shown(str(path))} has {len(tokens):,} tokens: expected {least:,} or more, the length")
     begin = () if getattr(tokenizer, "bos_token_id", None) is None else (tokenizer.bos_token_id,)
-    return Stream(np.array(tokens, np.int32), begin)
+    return Stream(np.array(tokens, np.int32), begin, tuple(ends))
 
 
 def text_files(path: str | Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,15 @@ from jaxtyping import Array, Float
 
 from kvjax.checks import check_params
 from kvjax.mesh.sharding import mesh_of, parameter_sharding, place
-from kvjax.models import Decoder
+from kvjax.models import Decoder, DecoderConfig
 
+from .adapters import adapted, adapter_sizes
 from .files import Gates, read_gates
-from .forms import FORMS
+from .forms import FORMS, Tensors
 
 
 class Network(nnx.Module):
-    """The gates of one layer: a network from hidden states to a score per kv head.
+    """The gates of one layer: a network from hidden states to a score per kv head, or adapters of the layer.
 
     Args:
         method: a key of `FORMS`.
@@ -34,7 +36,14 @@ class Network(nnx.Module):
     def __call__(self, hidden: Float[Array, "B N E"]) -> Float[Array, "B H N"]:
         score = FORMS[self.method].score
         assert score is not None
-        return score({name: parameter[...] for name, parameter in self.tensors.items()}, hidden)
+        return score(self._arrays(), hidden)
+
+    def adapt(self, layer: Any) -> Any:
+        """Returns the layer with these adapters, with which it runs learned tokens."""
+        return adapted(layer, self._arrays())
+
+    def _arrays(self) -> Tensors:
+        return {name: parameter[...] for name, parameter in self.tensors.items()}
 
 
 def _parameter(tensor: Array | np.ndarray) -> nnx.Param:
@@ -43,7 +52,7 @@ def _parameter(tensor: Array | np.ndarray) -> nnx.Param:
 
 
 def with_gates(params: Decoder, gates: Gates | str | os.PathLike[str]) -> Decoder:
-    """The same parameters with gates beside them, which policies such as `kvzap` read.
+    """The same parameters with gates beside them, which policies such as `kvzap` and `lookaheadkv` read.
 
     Gates of several methods may be attached, one set of each. They take the dtype of the model's weights, and each
     device of a mesh has all of them. `kvjax.save` and `kvjax.save_hf` do not write them.
@@ -54,23 +63,16 @@ def with_gates(params: Decoder, gates: Gates | str | os.PathLike[str]) -> Decode
 
     Raises:
         CheckpointError: the gates cannot be read.
-        ValueError: the gates are of another model: of other numbers of layers or kv heads, or another hidden size; or
-            the method's gates belong to its policy.
+        ValueError: the gates are of another model: of other numbers of layers or kv heads, or other widths; the
+            method's gates belong to its policy; or they adapt layers, and the model has latent attention.
     """
     check_params(params)
     given = gates if isinstance(gates, Gates) else read_gates(gates)
-    if given.form.score is None:
+    if not given.form.attached:
         raise ValueError(
             f"gates of {given.method} read no hidden states: expected them as the option gates= of the policy"
         )
-    config = params.config
-    ours = {"layers": config.num_layers, "kv heads": config.num_kv_heads, "hidden size": config.hidden_size}
-    shapes = jax.eval_shape(
-        given.form.score,
-        dict(given.layers[0]),
-        jax.ShapeDtypeStruct((1, 1, given.sizes["input_dim"] or 0), jnp.float32),
-    )
-    theirs = {"layers": len(given.layers), "kv heads": shapes.shape[1], "hidden size": given.sizes["input_dim"]}
+    theirs, ours = _facts(given, params.config)
     if ours != theirs:
         raise ValueError(f"gates for {_listed(theirs)}: expected gates for {_listed(ours)}, as the model has")
     graph, state = nnx.split(params)
@@ -82,9 +84,26 @@ def with_gates(params: Decoder, gates: Gates | str | os.PathLike[str]) -> Decode
         return jnp.asarray(cast) if mesh is None else place(cast, parameter_sharding(mesh, _parameter(cast)))
 
     for layer, tensors in zip(made.layers, given.layers, strict=True):
-        network = Network(given.method, {name: parameter(tensor) for name, tensor in tensors.items()})
+        arrays = {name: parameter(tensor) for name, tensor in tensors.items()}
+        if given.form.learned is not None and "tokens" in arrays:  # layers keep one structure, and so share programs
+            made.gates = nnx.Dict({**dict(made.gates), given.method: _parameter(arrays.pop("tokens"))})
+        network = Network(given.method, arrays)
         layer.attention.gates = nnx.Dict({**dict(layer.attention.gates), given.method: network})
     return made
+
+
+def _facts(given: Gates, config: DecoderConfig) -> tuple[dict[str, int | None], dict[str, int | None]]:
+    """The sizes of the model that gates are for, and of this one."""
+    theirs: dict[str, int | None] = {"layers": len(given.layers)}
+    ours: dict[str, int | None] = {"layers": config.num_layers}
+    if given.form.score is None:
+        fixed = adapter_sizes(config)
+        return theirs | {name: given.sizes[name] for name in fixed}, ours | fixed
+    width = given.sizes["input_dim"]
+    hidden = jax.ShapeDtypeStruct((1, 1, width or 0), jnp.float32)
+    kv_heads = jax.eval_shape(given.form.score, dict(given.layers[0]), hidden).shape[1]
+    theirs |= {"kv heads": kv_heads, "hidden size": width}
+    return theirs, ours | {"kv heads": config.num_kv_heads, "hidden size": config.hidden_size}
 
 
 def _listed(sizes: Mapping[str, int | None]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,10 +91,10 @@ def read_gates(path_or_hub_id: str | os.PathLike[str]) -> Gates:
         if problems:
             raise CheckpointError(folder, problems)
         given = {name: (tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in stored.items()}
-        _check(folder, form.shapes(sizes), config["n_modules"], given)
+        shapes = [form.shapes_of(i, sizes) for i in range(config["n_modules"])]
+        _check(folder, shapes, given)
         layers = tuple(
-            {name: np.asarray(stored[f"layers.{i}.{name}"][...]) for name in form.shapes(sizes)}
-            for i in range(config["n_modules"])
+            {name: np.asarray(stored[f"layers.{i}.{name}"][...]) for name in own} for i, own in enumerate(shapes)
         )
     return Gates(found, sizes, layers)
 
@@ -121,13 +121,13 @@ def _of_file(file: Path) -> Gates:
         for i, layer in enumerate(layers)
         for name, tensor in layer.items()
     }
-    _check(file, FORMS["fastkvzip"].shapes(sizes), len(layers), given)
+    _check(file, [FORMS["fastkvzip"].shapes(sizes)] * len(layers), given)
     return Gates("fastkvzip", sizes, layers)
 
 
-def _check(source: Path, shapes: Shapes, number: int, given: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-    """Raises CheckpointError unless the shapes and dtypes are those of a number of layers, each of `shapes`."""
-    expected = {f"layers.{i}.{name}": shape for i in range(number) for name, shape in shapes.items()}
+def _check(source: Path, shapes: Sequence[Shapes], given: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    """Raises CheckpointError unless the shapes, of each layer, and the dtypes are those that are given."""
+    expected = {f"layers.{i}.{name}": shape for i, own in enumerate(shapes) for name, shape in own.items()}
     problems = []
     if missing := sorted(expected.keys() - given.keys()):
         problems.append(f"missing tensor(s): {', '.join(missing)}")

@@ -1,7 +1,8 @@
 """Defines the gates of each method: the tensors of each layer, and the scores that follow from them.
 
-`FORMS` lists the methods. Tensors have the names, shapes and [out, in] layout of the released PyTorch modules, so that
-released files need no conversion beyond safetensors.
+Gates of a method score hidden states, are numbers per head, or are learned tokens with adapters of the layers that run
+them. `FORMS` lists the methods. Tensors have the names, shapes and [out, in] layout of the released PyTorch modules, so
+that released files need no conversion beyond safetensors. The adapters' names are those of PEFT.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from .adapters import adapter_shapes
 
 Tensors: TypeAlias = Mapping[str, Array]
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
@@ -28,14 +31,27 @@ class Form:
         sizes: the integers in config.json that fix the shapes, each with whether it may be absent.
         shapes: the shape of each tensor of a layer, by the sizes.
         score: maps the tensors of a layer and hidden states to a float32 score per kv head and token. None: the tensors
-            are numbers per head, which no hidden state enters.
+            are numbers per head or adapters, which no hidden state enters.
         signed: whether scores may be negative.
+        learned: the shape of the learned tokens, by the sizes; None if there are none. They are a tensor `tokens` of
+            the first layer, whose other tensors, as those of all layers, are adapters.
     """
 
     sizes: dict[str, bool]
     shapes: Callable[[Mapping[str, int | None]], Shapes]
     score: Callable[[Tensors, Float[Array, "B N E"]], Float[Array, "B H N"]] | None
     signed: bool = False
+    learned: Callable[[Mapping[str, int | None]], tuple[int, ...]] | None = None
+
+    @property
+    def attached(self) -> bool:
+        """Tells whether the gates lie beside the parameters of a model. Others belong to a policy."""
+        return self.score is not None or self.learned is not None
+
+    def shapes_of(self, index: int, sizes: Mapping[str, int | None]) -> Shapes:
+        """Returns the shape of each tensor of the layer with this index."""
+        own = self.shapes(sizes)
+        return own if index or self.learned is None else {**own, "tokens": self.learned(sizes)}
 
 
 def _kvzap_shapes(sizes: Mapping[str, int | None]) -> Shapes:
@@ -101,4 +117,10 @@ FORMS = {
         {name: False for name in ("input_dim", "nhead", "ngroup", "output_dim", "sink")}, _fastkvzip_shapes, _fastkvzip
     ),
     "duo_attention": Form({"output_dim": False}, lambda sizes: {"gates": (sizes["output_dim"] or 0,)}, None),
+    "lookaheadkv": Form(
+        {name: name == "mlp_dim" for name in ("input_dim", "query_dim", "kv_dim", "mlp_dim", "rank", "tokens")},
+        adapter_shapes,
+        None,
+        learned=lambda sizes: (sizes["tokens"] or 0, sizes["input_dim"] or 0),
+    ),
 }

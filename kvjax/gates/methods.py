@@ -11,6 +11,7 @@ from kvjax.files.texts import Stream
 from kvjax.models import Decoder
 from kvjax.policy import check_integer
 
+from .lookahead import divergence
 from .mixing import distillation
 from .objective import Objective, Recipe
 from .reconstruction import cross_entropy, log_scores
@@ -41,6 +42,7 @@ TRAININGS: dict[str, Training] = {
     "kvzap": Training(_of_width, 1e-3, {"inner": 0}),
     "fastkvzip": Training(cross_entropy, 1e-3),
     "duo_attention": Training(distillation, 0.02, {"sinks": 0, "recent": 1}),
+    "lookaheadkv": Training(divergence, 1e-3, {"tokens": 1, "rank": 1, "answer": 1}),
 }
 
 

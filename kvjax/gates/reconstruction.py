@@ -100,8 +100,8 @@ def random_weights(method: str, sizes: Mapping[str, int | None], layers: int, se
         value = rng.normal(size=shape) * shape[-1] ** -0.5 if len(shape) > 1 else np.zeros(shape)
         return jnp.asarray(value, jnp.float32)
 
-    shapes = FORMS[method].shapes(sizes)
-    return tuple({name: drawn_tensor(shape) for name, shape in shapes.items()} for _ in range(layers))
+    each = [FORMS[method].shapes_of(i, sizes) for i in range(layers)]
+    return tuple({name: drawn_tensor(shape) for name, shape in shapes.items()} for shapes in each)
 
 
 def drawn(params: Decoder, recipe: Recipe, stream: Stream, tokenizer: Any, step: int) -> Batch:

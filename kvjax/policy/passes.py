@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Entries
@@ -27,6 +28,8 @@ class Pass:
         first: the first position of the part of the prompt that these tokens score.
         last: the position after that part.
         run: returns the entries once the score has observed them, for a pass that does more than to run forwards.
+        gates: the name of gates with learned tokens, '' for none. `tokens` are then rows of these instead of the
+            vocabulary, and the layers run with the adapters of the gates.
     """
 
     tokens: Int[Array, "B W"]
@@ -34,6 +37,13 @@ class Pass:
     first: Int[Array, "B"]
     last: Int[Array, "B"]
     run: Callable[[Replay], Entries] | None = field(default=None, metadata={"static": True})
+    gates: str = field(default="", metadata={"static": True})
+
+    @classmethod
+    def learned(cls, gates: str, count: int, lengths: Int[Array, "B"]) -> Pass:
+        """Returns the pass of the first `count` learned tokens of gates behind the whole prompt of each row."""
+        tokens = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (lengths.shape[0], count))
+        return cls(tokens, jnp.where(lengths > 0, count, 0), jnp.zeros_like(lengths), lengths, gates=gates)
 
 
 class Replay(NamedTuple):

@@ -75,7 +75,8 @@ class Needs:
         hidden: the hidden state of each token that it receives when the token enters: "normed", as attention reads it,
             "residual", as it enters the layer, or "" for none. No cache holds hidden states, so that an entry whose
             state was forgotten cannot be scored again.
-        gates: the name of the networks that it reads beside the parameters (`kvjax.with_gates`), '' for none.
+        gates: the name of the gates beside the parameters (`kvjax.with_gates`) that it reads, or that its passes run
+            (`Pass.learned`), '' for none.
         statistics: the names of the `AttentionLayer.statistics` that it reads (`kvjax.with_statistics`).
         marks: facts that parts tell each other by names that they agree on. Core code reads none of them, and a pair of
             parts may add its own. Those in use are

@@ -60,13 +60,16 @@ def replay(params: Decoder, cache: KVCache, part: Pass, *, run: Run = run_at_onc
     """
     if part.run is not None:
         return run(_run_by_itself, params, cache, part)
-    scale, layers = params.config.embedding_scale, list(zip(params.layers, facts_of(params.config), strict=True))
-    x, rows = run(begin, params.embed, cache.length, part.tokens, part.lengths, scale=scale, mesh=cache.mesh)
+    layers = list(zip(params.layers, facts_of(params.config), strict=True))
+    embed, scale = params.embed, params.config.embedding_scale
+    if part.gates:
+        embed, scale = params.gates[part.gates], 1.0
+    x, rows = run(begin, embed, cache.length, part.tokens, part.lengths, scale=scale, mesh=cache.mesh)
     rows, found, call = _rows(cache, part, rows["positions"]), [], Call(Replaying(cache.policy), cache.mesh)
     for i, (layer, facts) in enumerate(layers):
         held, last = cache.entries.layer(i, 0), i == len(layers) - 1
-        own = held, cache.recurrent[i]
-        x, state = run(_replay_layer, layer, np.int32(i), x, *own, rows, facts=facts, call=call, last=last)
+        own, fixed = (held, cache.recurrent[i]), {"facts": facts, "call": call, "gates": part.gates, "last": last}
+        x, state = run(_replay_layer, layer, np.int32(i), x, *own, rows, **fixed)
         found.append(replace(held, per_slot=state.per_slot, per_row=state.per_row))
     return replace(cache, entries=Layers(tuple(found)))
 
@@ -85,7 +88,7 @@ def replayed(
     return cache
 
 
-@partial(jax.jit, static_argnames=("facts", "call", "last"))
+@partial(jax.jit, static_argnames=("facts", "call", "gates", "last"))
 def _replay_layer(
     layer: Any,
     index: Int[Array, ""],
@@ -96,9 +99,15 @@ def _replay_layer(
     *,
     facts: AttentionLayer,
     call: Call,
+    gates: str,
     last: bool,
 ) -> tuple[Float[Array, "B W E"] | None, Slots]:
-    """Returns a pass's hidden states after a layer, unless it is the last, and the state of its score, in slots."""
+    """Returns a pass's hidden states after a layer, unless it is the last, and the state of its score, in slots.
+
+    Args:
+        gates: of the pass.
+    """
+    layer = layer.attention.gates[gates].adapt(layer) if gates else layer
     x, after, _ = through_layer(layer, index, x, Layers((entries,)), states, rows, facts=facts, call=call)
     held = after.layer(0, 0)
     state = Slots.only(per_slot=held.per_slot, per_row=held.per_row)

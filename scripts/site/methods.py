@@ -64,7 +64,9 @@ def _options(preset: Preset) -> str:
 def _facts(preset: Preset) -> str:
     policy = preset.policy
     needs = policy.score.needs
-    replays = f"twice: {sum(preset.replays):,} tokens run after a prompt of {PROMPT:,}" if preset.replays else "once"
+    replays = "once"
+    if behind := sum(preset.replays):
+        replays = f"{'twice' if behind >= PROMPT else 'once'}: {behind:,} tokens run after a prompt of {PROMPT:,}"
     asks = "must end the prompt: the last queries decide what is retained" if policy.asks_the_end else ""
     gates = f"[gates](index.md#gates) of `{needs.gates}`" if needs.gates else ""
     statistics = f"[statistics](index.md#statistics) `{'`, `'.join(needs.statistics)}`" if needs.statistics else ""

@@ -19,6 +19,7 @@ from benchmarks.aot import lower
 from benchmarks.aot.graphs import compile_listed, outside_graphs
 from benchmarks.aot.hlo import Loop
 from benchmarks.aot.targets import target
+from kvjax.gates.adapters import adapter_sizes
 from kvjax.gates.attach import Network
 from kvjax.gates.forms import FORMS
 from kvjax.models import Decoder, DecoderConfig
@@ -74,13 +75,16 @@ def accelerators(name: str) -> list[jax.Device]:
 
 
 def plan_params(config: DecoderConfig, dtype: Any, mesh: Mesh) -> Decoder:
-    """Shapes of parameters, of the networks of each method that scores hidden states, and of all statistics."""
+    """Shapes of parameters, of the gates of each method whose gates lie beside them, and of all statistics."""
     params, everywhere = PLAN_PARAMS(config, dtype, mesh), NamedSharding(mesh, PartitionSpec())
     of_heads = {"input_dim": config.hidden_size, "output_dim": config.num_kv_heads, "hidden_dim": 512}
     of_keys = {"input_dim": config.hidden_size, "nhead": config.num_kv_heads, "output_dim": 16, "sink": 16}
     of_keys["ngroup"] = config.num_heads // config.num_kv_heads
+    learned = {**adapter_sizes(config), "rank": 8, "tokens": 32}
+    tokens = jax.ShapeDtypeStruct((32, config.hidden_size), dtype, sharding=everywhere)
+    params.gates["lookaheadkv"] = nnx.Param(tokens, eager_sharding=False)
     for layer in params.layers:
-        for method, sizes in {"kvzap": of_heads, "fastkvzip": of_keys}.items():
+        for method, sizes in {"kvzap": of_heads, "fastkvzip": of_keys, "lookaheadkv": learned}.items():
             shapes = FORMS[method].shapes(sizes).items()
             tensors: Any = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for name, shape in shapes}
             layer.attention.gates[method] = Network(method, tensors)

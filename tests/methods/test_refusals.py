@@ -166,6 +166,12 @@ REFUSED = {
         ("budget=8,recent=3,merge.heavy=3,every=2", "recent=3 and every=2 leave nothing to merge into"),
         ("budget=0.5,every=0", "every=0: expected an integer >= 1"),
     ],
+    "lookaheadkv": [
+        ("tokens=0", "tokens=0: expected an integer >= 1"),
+        ("kernel=4", "pooling size=4: expected an odd integer >= 1"),
+        ("pool=sum", "pool='sum': expected 'max'"),
+        ("budget=32", "a budget of 32 entries: expected 33 or more, which is recent=32 \\+ 1"),
+    ],
     "kvzap": [
         ("level='row'", "level='row': expected 'global' or 'layer' or 'head'"),
         ("level='head',groups=2", "groups=2 with level='head'"),

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvjax.attend import Reading, ReadPlan, RoomMaker
 from kvjax.cache import Layers, Slots
-from kvjax.methods.common.repetition import Repetition
+from kvjax.methods.common.replayed import ReplayedScore
 from kvjax.methods.kvcrush.query_heads import by_query_head
 from kvjax.models import AttentionLayer, Rope
 from kvjax.pallas_kernels import Reduction
@@ -216,9 +216,9 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     return (
         (isinstance(score, LastAttention) and budget in ALLOCATED and not isinstance(budget, alike))
         or (isinstance(budget, RecoveringHeads) and not isinstance(score, AttentionClasses))
-        or (isinstance(score, LostOutput | Repetition | TaskAttention) and every is not None)
+        or (isinstance(score, LostOutput | ReplayedScore | TaskAttention) and every is not None)
         or (isinstance(score, Ladder) and every not in (None, 1))
-        or (isinstance(score, Repetition) and budget not in ALLOCATED)
+        or (isinstance(score, ReplayedScore) and budget not in ALLOCATED)
         or (isinstance(merge, ValueMerge) and (every is None or not accumulates))
         or (isinstance(merge, GaussianMerge | SimilarityMerge) and every is not None and window)
         or (isinstance(inner, WindowAttention) and inner.pooling is not None and every is not None)
@@ -282,7 +282,7 @@ def observed(score: Score) -> Slots:
     """The complete prompt, packed in order of position, after the score has seen it."""
     behind = jnp.arange(SIZE - 1, -1, -1)
     positions = jnp.where(behind < both[:, None], both[:, None] - 1 - behind, -1)
-    budget = UniformShares(Fixed(12)) if isinstance(score, Repetition) else Fixed(12)
+    budget = UniformShares(Fixed(12)) if isinstance(score, ReplayedScore) else Fixed(12)
     policy = Policy(score, budget, TopTokens(), Drop(), PROTECT)
     nothing = jnp.zeros((L * ROWS, H, 0), int)
     empty = Slots(KEYS[:, :, :0], VALUES[:, :, :0], nothing, jnp.full((L * ROWS, H), 12, jnp.int32))
@@ -298,7 +298,7 @@ by_head = jax.jit(by_query_head)
 @partial(jax.jit, static_argnums=0)
 def judged(score: Score, entries: Slots, counts: Any) -> tuple[Any, Any]:
     """The scores of all entries, -inf for empty slots; and what query heads gave them, 0 if the score does not know."""
-    budget = UniformShares(Fixed(12)) if isinstance(score, Repetition) else Fixed(12)
+    budget = UniformShares(Fixed(12)) if isinstance(score, ReplayedScore) else Fixed(12)
     policy, moment = Policy(score, budget, TopTokens(), Drop(), PROTECT), Moment(jnp.asarray(both), LAYER)
     known = "query_heads" in score.needs.marks
     received = entries.per_slot.received if known else jnp.zeros((*entries.positions.shape[:2], G, entries.slots))

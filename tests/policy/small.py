@@ -32,6 +32,7 @@ OPTIONS = {  # for each preset that has the option, itself or in one of its part
     "dense_last": 0,
     "interval": 1,
     "chunk": 8,
+    "tokens": 4,
     "instruction": (7, 60),
     "starting": (9, 4),
     "suffix": (33,),

@@ -16,7 +16,7 @@ import pytest
 
 from kvjax import parts
 from kvjax.mesh.heads import ALL_HEADS
-from kvjax.methods.common.repetition import Repetition
+from kvjax.methods.common.replayed import ReplayedScore
 from kvjax.parts import (
     Everything,
     FittedEntries,
@@ -87,7 +87,7 @@ def test_every_part_is_here():
 def test_without_a_budget_everything_is_retained():
     """U1 follows: a layer without a limit is never compressed and never evicts."""
     for (score, *_), policies in compositions().items():
-        if isinstance(score, Repetition):  # it needs an allocated budget
+        if isinstance(score, ReplayedScore):  # it needs an allocated budget
             continue
         policy = policies[Everything()]
         assert not policy.limited(1)

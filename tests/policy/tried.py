@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvjax.methods.common.replayed import ReplayedScore
 from kvjax.parts import (
     AccumulatedAttention,
     AttentionClasses,
@@ -99,6 +100,8 @@ TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
     DistancePreference: [[(TopTokens(), SIMILAR)], [(PAGES, DROP)]],
 }
 
-# Scores in the tests of their methods have no pair of their own here.
+# Scores in the tests of their methods have no pair of their own here. Those of replays need allocated budgets.
 for score in OF_METHODS:
-    TRIED.setdefault(type(score), [[(TopTokens(), DROP)], [(TopTokens(), DROP)]])
+    TRIED.setdefault(
+        type(score), [[(TopTokens(), DROP)] * (not isinstance(score, ReplayedScore)), [(TopTokens(), DROP)]]
+    )

@@ -39,6 +39,11 @@ def replays(policy: Policy) -> list[int]:
     return [each.tokens.shape[1] for each in passes]
 
 
+def rereads(policy: Policy) -> bool:
+    """Tells whether the passes after a prompt have at least as many tokens as the prompt."""
+    return sum(replays(policy)) >= PROMPT
+
+
 def kind(policy: Policy, *, changes_another: bool) -> str:
     """One of `KINDS`."""
     needs = policy.score.needs
@@ -46,7 +51,7 @@ def kind(policy: Policy, *, changes_another: bool) -> str:
         return KINDS[6]
     if _merges(policy):
         return KINDS[5]
-    if replays(policy):
+    if rereads(policy):
         return KINDS[4]
     if needs.gates or needs.statistics or needs.queries == "unrotated":
         return KINDS[3]
@@ -69,7 +74,7 @@ def families(text: str) -> tuple[str, ...]:
         "decoding evicts": policy.every is not None,
         "layers or heads share a budget": policy.allocates,
         "entries merge": _merges(policy),
-        "the prompt is read twice": bool(replays(policy)),
+        "the prompt is read twice": rereads(policy),
         "trained gates or measured statistics": bool(policy.score.needs.gates or policy.score.needs.statistics),
         "fewer bits per entry": policy.storage != PLAIN,
     }

@@ -14,16 +14,17 @@ from kvjax.cache import Slots
 from kvjax.checks import shown
 from kvjax.models import join_sinks
 from kvjax.pallas_kernels import Reduction, compact, prompt_attention, window_scores
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Pass, Policy, Score, Texts, check_integer
+from kvjax.policy import Attended, Needs, Pass, Texts, check_integer
 
 from .projected_norms import projected_norms
+from .replayed import ReplayedScore
 
 REPEATED = 8  # the number of tokens before a chunk that its instruction quotes
 LARGEST = Reduction(rows="max", group="max")
 
 
 @dataclass(frozen=True)
-class Repetition(Score):
+class Repetition(ReplayedScore):
     """A score of each entry from the tokens that repeat its chunk, of all heads of the group.
 
     The prompt is replayed in chunks, after the complete cache: an instruction, then the chunk itself. From the second
@@ -60,20 +61,6 @@ class Repetition(Score):
     def needs(self) -> Needs:
         return Needs(queries="rotated", whole_prompt=True, texts=(self.instruction, self.starting, self.suffix))
 
-    def check(self, policy: Policy) -> None:
-        if policy.every is not None:
-            raise ValueError(
-                f"it scores a prompt, and nothing that is decoded; it cannot be combined with every={policy.every}"
-            )
-        if not policy.allocates:
-            raise ValueError(
-                f"it runs tokens over the complete prompt, and under {policy.budget} each layer is compressed before "
-                "the next one reads it; expected a budget that is allocated, such as UniformShares"
-            )
-
-    def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], None]:
-        return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32), None
-
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
         instruction, starting, suffix = texts
         chunk = min(self.chunk, tokens.shape[1])
@@ -105,9 +92,6 @@ class Repetition(Score):
     @abstractmethod
     def weighed(self, among: Slots, attended: Attended) -> Float[Array, "B H M"]:
         """Returns float32 scores from the weights of the replayed tokens in a softmax over these entries alone."""
-
-    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        return entries.per_slot
 
 
 def largest_weights(among: Slots, attended: Attended) -> Float[Array, "B H M"]:
