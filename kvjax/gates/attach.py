@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from kvjax.checks import check_params
+from kvjax.checks import check_one_kind, check_params
 from kvjax.mesh.sharding import mesh_of, parameter_sharding, place
 from kvjax.models import Decoder
 
@@ -54,10 +54,11 @@ def with_gates(params: Decoder, gates: Gates | str | os.PathLike[str]) -> Decode
 
     Raises:
         CheckpointError: the gates cannot be read.
-        ValueError: the gates are of another model: of other numbers of layers or kv heads, or another hidden size; or
-            the method's gates belong to its policy.
+        ValueError: the gates are of another model: of other numbers of layers or kv heads, or another hidden size; the
+            method's gates belong to its policy; or the model's layers have kv heads of several kinds.
     """
     check_params(params)
+    check_one_kind("gates", params)
     given = gates if isinstance(gates, Gates) else read_gates(gates)
     if given.form.score is None:
         raise ValueError(
