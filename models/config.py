@@ -125,10 +125,10 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         sliding = self.window_heads or KvHeads(self.num_kv_heads, self.head_dim)
-        for number in (self.num_kv_heads, sliding.number):
-            if self.num_heads % number:
+        for kv_heads in (self.num_kv_heads, sliding.number):
+            if self.num_heads % kv_heads:
                 raise UnsupportedModelError(
-                    f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={number}"
+                    f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={kv_heads}"
                 )
         self.rope.check(self.head_dim)
         (self.window_rope or self.rope).check(sliding.size)

@@ -33,6 +33,7 @@ UNUSED = ("vocab_size_per_layer_input", "use_double_wide_mlp", "top_k_experts", 
 FIELDS = ("sliding_window", "layer_types", *BY_KIND, *REFUSED, *UNUSED)
 COMPUTED = ("final_logit_softcapping", "hidden_act", "hidden_activation", "use_bidirectional_attention")
 PERIOD = 6  # one layer of so many has full attention
+OTHER = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")  # not of a text
 # The defaults of transformers for absent fields.
 DEFAULTS = {
     "num_attention_heads": 8,
@@ -151,3 +152,8 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "rope_parameters": by_kind_to_hf(config),
     }
     return {name: value for name, value in written.items() if name not in ("rope_theta", "rope_scaling", "hidden_act")}
+
+
+def text_name(name: str, config: DecoderConfig) -> str | None:
+    """Returns the name in `weights` of a published tensor; None for a tensor that a text does not need."""
+    return None if name.startswith(OTHER) else name.replace("model.language_model.", "model.", 1)

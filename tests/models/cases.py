@@ -335,7 +335,7 @@ ROUNDED = (
     "granitemoe-group4-tied",
     "gemma2-group4-layers",
     "gemma3_text-group8-bias-untied",
-    "gemma4_text-group4-kinds",
+    "gemma4_text-group7-bias-untied",
     "mixtral-group4-window",
     "qwen3_moe-group8-layers",
     "gpt_oss-group4-layers",
