@@ -19,7 +19,7 @@ from .rope import ProportionalScaling, Rope
 from .rope_config import rope_from_hf
 
 ARCHITECTURE = "Gemma4ForCausalLM"
-# What is not computed, with the values that turn it off. transformers has other defaults than these for the first.
+# What is not computed, with the values that turn it off. Without the first field, transformers has such inputs.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "hidden_size_per_layer_input": (0, None),
     "num_kv_shared_layers": (None, 0),
@@ -124,12 +124,12 @@ def _rope(fields: Mapping[str, Any]) -> Rope:
     own = fields["rope_parameters"]
     if not isinstance(own, Mapping) or own.get("rope_type") != ProportionalScaling.rope_type:
         return rope_from_hf(fields, KINDS)
-    given = dict(own)
-    fraction = number({"partial_rotary_factor": given.pop("partial_rotary_factor", None)}, "partial_rotary_factor", 1.0)
+    fraction = number(own, "partial_rotary_factor", 1.0)
     if fraction > 1:
         raise unsupported("partial_rotary_factor", fraction, "a number in (0, 1]")
-    scaling = ProportionalScaling(number({"factor": given.pop("factor", None)}, "factor", 1.0), fraction)
-    return replace(rope_from_hf({"rope_parameters": given | {"rope_type": "default"}}), scaling=scaling)
+    others = {name: value for name, value in own.items() if name not in ("factor", "partial_rotary_factor")}
+    unscaled = rope_from_hf({"rope_parameters": others | {"rope_type": "default"}})
+    return replace(unscaled, scaling=ProportionalScaling(number(own, "factor", 1.0), fraction))
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:

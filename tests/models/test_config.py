@@ -279,3 +279,9 @@ def test_heads_of_gemma4(fields, full):
     assert (config.heads_of(0), config.heads_of(1)) == ((2, 8), full)
     assert config.windows == (512, None)
     assert config.rope_of(1) == Rope(1e6, ProportionalScaling(1.0, 0.25))
+
+
+def test_proportional_rope_turns_some_pairs_with_the_frequencies_of_a_whole_head():
+    rope = Rope(1e4, ProportionalScaling(2.0, 0.25))
+    assert rope.frequencies(16).tolist() == pytest.approx([0.5, 0.5 * 1e4 ** (-2 / 16), *[0] * 6])
+    assert rope.channels(16) == 16
