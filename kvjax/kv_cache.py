@@ -163,7 +163,7 @@ class KVCache:
             ValueError: for a number that is not an integer, or beyond the cache's layers, kv heads or rows.
         """
         layer = index_of("layer", layer, len(self.entries))
-        head = index_of("head", head, self.entries.heads[layer].count)
+        head = index_of("head", head, self.entries.heads[layer].number)
         positions = self.entries.by_head(index_of("row", row, self.batch_size))[layer][head]
         return np.sort(positions[positions >= 0])
 

@@ -57,13 +57,15 @@ def assert_full_within_budget(params: Decoder, policy: kvjax.Policy) -> kvjax.KV
     Returns the cache behind the answers.
     """
     answer = kvjax.generate(params, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True)
+    assert answer.log_probs is not None
     assert np.isfinite(answer.log_probs).all()
     if policy.limited(0):
         most = 24 if policy.every else 24 + NEW
         assert np.mean([len(positions) for heads in held(answer.cache, 2) for positions in heads]) <= most
     if policy.positions == "original":
         texts = [np.concatenate(pair) for pair in zip(ROWS[:2], answer.tokens[:2], strict=True)]
-        room = np.minimum(*(policy.capacity(layer, np.array(LENGTHS), 2) for layer in range(2)))
+        lengths: Any = np.array(LENGTHS)
+        room = np.minimum(*[np.asarray(policy.capacity(layer, lengths, 2)) for layer in (0, 1)])
         for b, logits in enumerate(full_logits(params, texts, 24)):
             if room[b] < LENGTHS[b] + (NEW if policy.every else 0):
                 assert b == 1
