@@ -86,8 +86,7 @@ class KVCache:
         if mesh is not None:
             mesh = fit_mesh(mesh, config)
         check_batch(batch, mesh)
-        policy.budget.check_model(layers, config.num_kv_heads)
-        check_groups(policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
+        check_suits(policy, config, 1 if mesh is None else mesh.shape[MODEL])
         slots = (prompt_size if policy.allocates else policy.slots(i, prompt_size, layers) for i in range(layers))
         cache = cls(
             **_unfilled(prompt_lengths, config=config, policy=policy, dtype=jnp.dtype(dtype)),
@@ -164,16 +163,18 @@ class KVCache:
             ValueError: for a number that is not an integer, or beyond the cache's layers, kv heads or rows.
         """
         layer = index_of("layer", layer, len(self.entries))
-        head = index_of("head", head, self.entries.kv_heads)
+        head = index_of("head", head, self.entries.heads[layer].number)
         positions = self.entries.by_head(index_of("row", row, self.batch_size))[layer][head]
         return np.sort(positions[positions >= 0])
 
     def retained_mask(self) -> Bool[np.ndarray, "B L H N"]:
         """Marks tokens with an entry, by row, layer, kv head and position, on the host; N is the longest row's length.
 
-        It marks the positions that `retained` lists.
+        It marks the positions that `retained` lists. H is that of the layer with the most kv heads; heads that another
+        layer does not have are unmarked.
         """
-        shape = self.batch_size, len(self.entries), self.entries.kv_heads, int(fetch(self.length).max(initial=0))
+        most = max(heads.number for heads in self.entries.heads)
+        shape = self.batch_size, len(self.entries), most, int(fetch(self.length).max(initial=0))
         found = np.zeros(shape, bool)
         for row in range(self.batch_size):
             for layer, heads in enumerate(self.entries.by_head(row)):
@@ -198,10 +199,11 @@ class KVCache:
 
     def __repr__(self) -> str:
         batch, layers = self.batch_size, len(self.entries)
+        counts = dict.fromkeys(heads.number for heads in self.entries.heads)
         facts = [
             policies.brief(self.policy),
             f"{batch} row{'s' if batch > 1 else ''}",
-            f"{layers} x {self.entries.kv_heads} heads",
+            f"{layers} x {' or '.join(map(str, counts))} heads",
         ]
         if isinstance(self.length, jax.Array) and not isinstance(self.length, jax.core.Tracer):
             held, seen = self._held_of_seen()
@@ -226,9 +228,9 @@ def _unfilled(
 ) -> dict[str, Any]:
     """The arrays of an empty cache. One program makes them in a tenth of the time that they take one by one."""
     batch, layers = prompt_lengths.shape[0], config.num_layers
-    shape = LayerShape(batch, config.num_heads, config.num_kv_heads, config.head_dim, dtype, config.hidden_size)
 
     def layer(i: int) -> Slots:
+        shape = LayerShape(batch, config.num_heads, *config.heads_of(i), dtype, config.hidden_size)
         stored = policy.storage.store(jnp.zeros((batch, shape.kv_heads, 0, shape.head_dim), dtype))
         capacity = policy.capacity(i, prompt_lengths, layers)
         limited = policy.limited(i)
@@ -273,6 +275,20 @@ def empty_cache(params: Decoder, policy: Policy, prompt_lengths: Int[Array, "B"]
     size = int(lengths.max())
     check_attached(policy, params)
     return KVCache.empty(params.config, policy, lengths.astype(jnp.int32), size, params.embed.dtype, mesh_of(params))
+
+
+def check_suits(policy: Policy, config: DecoderConfig, devices: int) -> None:
+    """Raises ValueError for a policy that does not fit a model, or a mesh with so many devices over kv heads."""
+    kinds = config.kinds_of_heads
+    if policy.allocates and len(kinds) > 1:
+        each = " and ".join(f"{number} of {size} channels" for number, size in kinds)
+        raise ValueError(
+            f"the budget {type(policy.budget).__name__} is allocated across layers, in one pool: expected another, as "
+            f"the layers have kv heads of several kinds, {each}"
+        )
+    for heads in kinds:
+        policy.budget.check_model(config.num_layers, heads.number)
+        check_groups(policy.budget, heads.number, devices)
 
 
 def check_groups(budget: Budget, kv_heads: int, devices: int) -> None:

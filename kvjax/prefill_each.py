@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from kvjax.cache import Entries, Layers, bucket
 from kvjax.checks import LARGEST, check_params, check_type, shown
-from kvjax.kv_cache import KVCache, check_attached, check_groups
+from kvjax.kv_cache import KVCache, check_attached, check_suits
 from kvjax.mesh.sharding import MODEL, fetch, mesh_of
 from kvjax.models import Decoder
 from kvjax.parts import Fixed
@@ -139,9 +139,8 @@ def together(policies: Sequence[Policy]) -> Together:
 def check_model(policy: Policy, params: Decoder) -> None:
     """Raises ValueError for a policy that does not fit a model on its devices."""
     mesh = mesh_of(params)
-    policy.budget.check_model(params.config.num_layers, params.config.num_kv_heads)
+    check_suits(policy, params.config, 1 if mesh is None else mesh.shape[MODEL])
     check_attached(policy, params)
-    check_groups(policy.budget, params.config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
 
 
 def _given(policies: Any) -> list[Policy]:

@@ -19,6 +19,7 @@ from . import (
     deepseek_v3,
     gemma2,
     gemma3_text,
+    gemma4_text,
     glm4,
     glm4_moe,
     glm4_moe_lite,
@@ -44,7 +45,7 @@ from . import (
 )
 from .attend import Attend, AttentionLayer, join_sinks
 from .card import NONE_SUPPRESSED, Card, Suppressed
-from .config import DecoderConfig
+from .config import DecoderConfig, KvHeads
 from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
 from .head import Head
@@ -74,6 +75,7 @@ FAMILIES: Mapping[str, ModuleType] = Registered(
         "deepseek_v3": deepseek_v3,
         "gemma2": gemma2,
         "gemma3_text": gemma3_text,
+        "gemma4_text": gemma4_text,
         "glm4": glm4,
         "glm4_moe": glm4_moe,
         "glm4_moe_lite": glm4_moe_lite,
@@ -148,6 +150,7 @@ __all__ = [
     "ExpertWeights",
     "FusedRows",
     "Head",
+    "KvHeads",
     "Latent",
     "Layout",
     "Mix",

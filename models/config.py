@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -20,6 +20,18 @@ from .rope import NO_ROPE, Rope
 from .rope_config import rope_from_hf, rope_to_hf
 
 
+class KvHeads(NamedTuple):
+    """The kv heads of a layer.
+
+    Attributes:
+        number: H.
+        size: D.
+    """
+
+    number: int
+    size: int
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """The static description of a decoder. It is hashable, so it can be a static argument of `jax.jit`.
@@ -30,8 +42,8 @@ class DecoderConfig:
         hidden_size: E.
         mlp_size: F of an MLP; `mixture` has that of experts.
         num_heads: Hq, a multiple of H.
-        num_kv_heads: H.
-        head_dim: D.
+        num_kv_heads: H; `window_heads` may have another number.
+        head_dim: D; likewise.
         windows: one item per layer: the sliding window in tokens (the query's own token included), or None for full
             attention.
         rope: the rotary position embedding.
@@ -47,6 +59,10 @@ class DecoderConfig:
         joint_qk_norm: whether that norm takes all query heads, and all key heads, as one vector.
         unrotated: the indices of the layers without RoPE.
         window_rope: the RoPE of the layers with a sliding window; None for `rope`.
+        window_heads: the kv heads of the layers with a sliding window; None for `num_kv_heads` of size `head_dim`.
+        value_norm: whether each value head is divided by its root mean square.
+        keys_are_values: whether the values of layers without a window are their keys before norm and rotation.
+        layer_scalars: whether the output of each layer is multiplied by a number of its own.
         pre_norm: whether an RMS norm is applied to the input of attention and of the MLP.
         post_norm: whether an RMS norm is applied to the output of attention and of the MLP, before it is added.
         attention_scale: the factor of q k^T; None for 1 / sqrt(D).
@@ -64,8 +80,8 @@ class DecoderConfig:
             layers. Layers are attention layers everywhere else, and are counted without these.
 
     Raises:
-        UnsupportedModelError: `num_heads` is not a multiple of `num_kv_heads`, `rope` or `window_rope` cannot rotate
-            heads of size `head_dim`, or the frequencies of `window_rope` depend on the length of a prompt.
+        UnsupportedModelError: `num_heads` is not a multiple of the number of kv heads, `rope` or `window_rope` cannot
+            rotate heads of their size, or the frequencies of `window_rope` depend on the length of a prompt.
     """
 
     family: str
@@ -87,6 +103,10 @@ class DecoderConfig:
     joint_qk_norm: bool = False
     unrotated: tuple[int, ...] = ()
     window_rope: Rope | None = None
+    window_heads: KvHeads | None = None
+    value_norm: bool = False
+    keys_are_values: bool = False
+    layer_scalars: bool = False
     pre_norm: bool = True
     post_norm: bool = False
     unit_offset_norms: bool = False
@@ -104,18 +124,19 @@ class DecoderConfig:
     recurrence: Recurrence | None = None
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise UnsupportedModelError(
-                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
-            )
-        self.rope.check(self.head_dim)
-        if self.window_rope is not None:
-            self.window_rope.check(self.head_dim)
-            if self.window_rope.depends_on_length:
+        sliding = self.window_heads or KvHeads(self.num_kv_heads, self.head_dim)
+        for kv_heads in (self.num_kv_heads, sliding.number):
+            if self.num_heads % kv_heads:
                 raise UnsupportedModelError(
-                    f"layers with a sliding window have RoPE with {self.window_rope}; accepted: frequencies that do "
-                    "not depend on the length of the prompt"
+                    f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={kv_heads}"
                 )
+        self.rope.check(self.head_dim)
+        (self.window_rope or self.rope).check(sliding.size)
+        if self.window_rope is not None and self.window_rope.depends_on_length:
+            raise UnsupportedModelError(
+                f"layers with a sliding window have RoPE with {self.window_rope}; accepted: frequencies that do "
+                "not depend on the length of the prompt"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -123,12 +144,27 @@ class DecoderConfig:
 
     @property
     def group(self) -> int:
-        """Query heads per kv head, G = Hq / H."""
+        """Query heads per kv head, G = Hq / H; of layers without a window if others differ."""
         return self.num_heads // self.num_kv_heads
 
+    def heads_of(self, layer: int) -> KvHeads:
+        """Returns the kv heads of a layer, by its index."""
+        if self.window_heads is not None and self.windows[layer] is not None:
+            return self.window_heads
+        return KvHeads(self.num_kv_heads, self.head_dim)
+
+    @property
+    def kinds_of_heads(self) -> tuple[KvHeads, ...]:
+        """The kv heads of each kind of layer: one item unless layers with a window have others."""
+        return tuple(dict.fromkeys(map(self.heads_of, range(self.num_layers))))
+
+    def has_values(self, layer: int) -> bool:
+        """Returns whether a layer, by its index, has a projection to values."""
+        return not self.keys_are_values or self.windows[layer] is not None
+
     def bytes_per_token(self, dtype: DTypeLike) -> int:
-        """Bytes of one token's keys and values in an uncompressed cache: 2 L H D times the item size of `dtype`."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * jnp.dtype(dtype).itemsize
+        """Bytes of one token's keys and values in an uncompressed cache: 2 H D of each layer, in `dtype`."""
+        return 2 * sum(H * D for H, D in map(self.heads_of, range(self.num_layers))) * jnp.dtype(dtype).itemsize
 
     @property
     def scale(self) -> float:

@@ -26,7 +26,7 @@ from .head import Head
 from .latent_attention import LatentAttention
 from .linear import bias, heads_first, linear, weight
 from .mixture import Mix, densely
-from .norm import RMSNorm, hidden_norm, maybe
+from .norm import RMSNorm, hidden_norm, maybe, rms_normed
 from .recurrence import RecurrentState
 from .recurrent import RecurrentLayer
 
@@ -34,26 +34,26 @@ from .recurrent import RecurrentLayer
 class Attention(nnx.Module):
     """The projections to query, key and value heads and back, without attention itself.
 
-    Some families have biases, norms on the query and key heads, or `output_gate`, which multiplies contexts by
-    sigmoid(x W). `gates` holds networks by name that read the same hidden states, or adapt the layer, such as those of
-    `kvjax.with_gates`, and `statistics` what was measured of the queries, such as that of `kvjax.with_statistics`. A
-    checkpoint of the model has neither of the two.
+    Some families have biases, norms on the query, key and value heads, values that are keys before norm and rotation,
+    or `output_gate`, which multiplies contexts by sigmoid(x W). `gates` holds networks by name that read the same
+    hidden states, or adapt the layer, such as those of `kvjax.with_gates`, and `statistics` what was measured of the
+    queries, such as that of `kvjax.with_statistics`. A checkpoint of the model has neither of the two.
     """
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
-        E, Hq, H, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    def __init__(self, config: DecoderConfig, index: int, rngs: nnx.Rngs, dtype: DTypeLike):
+        E, Hq, (H, D), values = config.hidden_size, config.num_heads, config.heads_of(index), config.has_values(index)
         self.query = weight(rngs, (E, Hq, D), ("embed", "heads", "head_dim"), E, dtype)
         self.key = weight(rngs, (E, H, D), ("embed", "kv_heads", "head_dim"), E, dtype)
-        self.value = weight(rngs, (E, H, D), ("embed", "kv_heads", "head_dim"), E, dtype)
+        self.value = weight(rngs, (E, H, D), ("embed", "kv_heads", "head_dim"), E, dtype) if values else None
         self.output = weight(rngs, (Hq, D, E), ("heads", "head_dim", "embed"), Hq * D, dtype)
         self.query_bias = bias(config.qkv_bias, (Hq, D), ("heads", "head_dim"), dtype)
         self.key_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
-        self.value_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
+        self.value_bias = bias(config.qkv_bias and values, (H, D), ("kv_heads", "head_dim"), dtype)
         self.output_bias = bias(config.output_bias, (E,), ("embed",), dtype)
         axes = ("embed", "heads", "head_dim")
         self.output_gate = weight(rngs, (E, Hq, D), axes, E, dtype) if config.output_gate else None
         self.sinks = bias(config.attention_sinks, (Hq,), ("heads",), dtype)
-        self.joint_norm = config.joint_qk_norm
+        self.joint_norm, self.value_epsilon = config.joint_qk_norm, config.norm_epsilon if config.value_norm else None
         norms: list[RMSNorm | None] = [None, None]
         if config.qk_norm:
             leading = ((Hq, "heads"), (H, "kv_heads")) if config.joint_qk_norm else ((), ())
@@ -65,8 +65,12 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
-        projections = (self.query, self.query_bias), (self.key, self.key_bias), (self.value, self.value_bias)
+        projections = [(self.query, self.query_bias), (self.key, self.key_bias)]
+        if self.value is not None:
+            projections.append((self.value, self.value_bias))
         products = _apart([linear(x, weight[...].reshape(x.shape[-1], -1), bias) for weight, bias in projections])
+        if self.value is None:
+            products.append(products[1])
         norms = self.query_norm, self.key_norm, None
         if self.joint_norm:
             products = [maybe(norm, y) for norm, y in zip(norms, products, strict=True)]
@@ -74,6 +78,8 @@ class Attention(nnx.Module):
         if not self.joint_norm:
             heads = [maybe(norm, y) for norm, y in zip(norms, heads, strict=True)]
         q, k, v = heads
+        if self.value_epsilon is not None:
+            v = rms_normed(v, self.value_epsilon).astype(v.dtype)
         context, cache = attend(replace(layer, hidden=x, gates=self.gates), q, k, v, cache)
         if self.output_gate is not None:
             gate = linear(x, self.output_gate[...].reshape(x.shape[-1], -1), None)
@@ -120,8 +126,10 @@ class Layer(FeedForward):
     def __init__(self, config: DecoderConfig, index: int, rngs: nnx.Rngs, dtype: DTypeLike):
         self.before = nnx.List([RecurrentLayer(config, rngs, dtype) for _ in range(config.recurrent_before(index))])
         self.attention_norm = hidden_norm(config.pre_norm, config, dtype)
-        self.attention = (Attention if config.latent is None else LatentAttention)(config, rngs, dtype)
+        latent = config.latent is not None
+        self.attention = LatentAttention(config, rngs, dtype) if latent else Attention(config, index, rngs, dtype)
         super().__init__(config, config.has_experts(index), rngs, dtype)
+        self.scalar = _one(dtype) if config.layer_scalars else None
 
     def __call__(
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any, mix: Mix = densely
@@ -130,7 +138,8 @@ class Layer(FeedForward):
         context, cache = self.attended(x, layer, attend, cache)
 
         def update(x: Float[Array, "B n E"], context: Float[Array, "B Hq n D"]) -> Float[Array, "B n E"]:
-            return self.after_attention(x, self.attention.project_out(context), mix)
+            y = self.after_attention(x, self.attention.project_out(context), mix)
+            return y if self.scalar is None else y * self.scalar[...]
 
         return by_blocks(update, x, context), cache
 
@@ -162,6 +171,10 @@ class Layer(FeedForward):
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
         """The contexts of all heads, and the layer's cache."""
         return self.attention(maybe(self.attention_norm, x), replace(layer, residual=x), attend, cache)
+
+
+def _one(dtype: DTypeLike) -> nnx.Param:
+    return nnx.Param(jnp.ones(1, dtype), out_sharding=("scalar",), eager_sharding=False)
 
 
 def embedded(embed: nnx.Param, tokens: Int[Array, "B N"], scale: float) -> Float[Array, "B N E"]:

@@ -48,7 +48,6 @@ def weights(config: DecoderConfig) -> list[Weight]:
         table += [
             *linear_weights(f"{ours}.attention.query", f"{theirs}.self_attn.q_proj", config.qkv_bias),
             *linear_weights(f"{ours}.attention.key", f"{theirs}.self_attn.k_proj", config.qkv_bias),
-            *linear_weights(f"{ours}.attention.value", f"{theirs}.self_attn.v_proj", config.qkv_bias),
             *linear_weights(
                 f"{ours}.attention.output", f"{theirs}.self_attn.o_proj", config.output_bias, layout="linear_from_heads"
             ),
@@ -56,10 +55,14 @@ def weights(config: DecoderConfig) -> list[Weight]:
             *linear_weights(f"{ours}.mlp.up", f"{theirs}.mlp.up_proj", config.mlp_bias),
             *linear_weights(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj", config.mlp_bias),
         ]
+        if config.has_values(i):
+            table += linear_weights(f"{ours}.attention.value", f"{theirs}.self_attn.v_proj", config.qkv_bias)
         norms = layer_norms(config)
         if config.qk_norm:
             norms |= {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
         table += [Weight(f"{ours}.{a}.scale", f"{theirs}.{b}.weight", "vector") for a, b in norms.items()]
+        if config.layer_scalars:
+            table.append(Weight(f"{ours}.scalar", f"{theirs}.layer_scalar", "vector"))
     return table
 
 

@@ -1,14 +1,15 @@
-"""Models that take images and films beside text: the config of their text decoder, which alone is read."""
+"""Models that take images, films and sounds beside text: the config of their text decoder, which alone is read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from . import qwen3_5_moe_text, qwen3_5_text
+from . import gemma4_text, qwen3_5_moe_text, qwen3_5_text
 from .fields import unsupported
 
 TEXT = {  # model_type and architecture of the text decoder
+    "gemma4": ("gemma4_text", gemma4_text.ARCHITECTURE),
     "qwen3_5": ("qwen3_5_text", qwen3_5_text.ARCHITECTURE),
     "qwen3_5_moe": ("qwen3_5_moe_text", qwen3_5_moe_text.ARCHITECTURE),
 }
@@ -16,13 +17,14 @@ UNREAD = """
     model_type architectures text_config vision_config image_token_id video_token_id vision_start_token_id
     vision_end_token_id
 """
+OWN = {"gemma4": "audio_config audio_token_id boi_token_id eoi_token_id boa_token_id eoa_token_id eoa_token_index"}
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config of the text decoder of `config.json`, which of most models is all of it.
 
     Fields beside `text_config` are kept where it does not have them, and decide whether embeddings are tied. Those of
-    images and films are left out.
+    images, films and sounds are left out.
 
     Raises:
         UnsupportedModelError: `text_config` is not an object of the text decoder's `model_type`.
@@ -33,6 +35,7 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     text = hf.get("text_config")
     if not isinstance(text, Mapping) or text.get("model_type", model_type) != model_type:
         raise unsupported("text_config", text, f"an object with model_type {model_type!r}")
-    beside = {field: value for field, value in hf.items() if field not in UNREAD.split()}
+    unread = {*UNREAD.split(), *OWN.get(hf["model_type"], "").split()}
+    beside = {field: value for field, value in hf.items() if field not in unread}
     tied = {field: beside[field] for field in ("tie_word_embeddings",) if field in beside}
     return beside | dict(text) | tied | {"model_type": model_type, "architectures": [architecture]}

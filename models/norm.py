@@ -23,12 +23,17 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(initial, out_sharding=axes, eager_sharding=False)
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        normed = rms_normed(x, self.epsilon)
         scale = self.scale[...].reshape(-1)
         if self.unit_offset:
             return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
         return normed.astype(x.dtype) * scale
+
+
+def rms_normed(x: Float[Array, "... C"], epsilon: float) -> Float[Array, "... C"]:
+    """Returns vectors divided by their root mean square, in float32."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
 
 
 def hidden_norm(wanted: bool, config: DecoderConfig, dtype: DTypeLike) -> RMSNorm | None:

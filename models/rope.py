@@ -93,6 +93,29 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class ProportionalScaling:
+    """The RoPE of Gemma 4: only the pairs of the first channels rotate, with the frequencies of a whole head.
+
+    With `Rope.partial_rotary_factor` instead, the frequencies are those of a smaller head, and a pair consists of
+    channels of that head. Here the first channel of a pair is in the first half of all channels.
+
+    Attributes:
+        factor: what the frequencies are divided by.
+        partial_rotary_factor: the fraction of the pairs that rotate, in (0, 1].
+    """
+
+    rope_type: ClassVar[str] = "proportional"
+    attention_factor: ClassVar[float] = 1.0
+    factor: float
+    partial_rotary_factor: float
+
+    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies, 0 for pairs that do not rotate; `theta` is the base."""
+        rotated = int(self.partial_rotary_factor * 2 * len(frequencies) // 2)
+        return np.where(np.arange(len(frequencies)) < rotated, frequencies / np.float32(self.factor), 0)
+
+
+@dataclass(frozen=True)
 class DynamicScaling:
     """Dynamic NTK: the base grows with the length of a prompt that exceeds `max_position_embeddings`."""
 
@@ -135,7 +158,7 @@ class LongRopeScaling:
 
 
 LengthScaling: TypeAlias = DynamicScaling | LongRopeScaling
-Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | LengthScaling
+Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | LengthScaling
 
 
 @dataclass(frozen=True)

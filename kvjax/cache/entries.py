@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.models import KvHeads
 from kvjax.pallas_kernels import Asked, Reduction, Stored
 
 from .slots import Slots
@@ -120,12 +121,12 @@ class Entries(ABC):
     @property
     @abstractmethod
     def stored(self) -> tuple[Stored, Stored]:
-        """Keys and values of some entries in their stored form: for head size, dtype and the like."""
+        """Keys and values of some entries in their stored form: for their dtype and the like."""
 
     @property
     @abstractmethod
-    def kv_heads(self) -> int:
-        """H, the number of kv heads."""
+    def heads(self) -> tuple[KvHeads, ...]:
+        """The kv heads of each layer."""
 
     @property
     @abstractmethod

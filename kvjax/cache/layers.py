@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.mesh.sharding import fetch
+from kvjax.models import KvHeads
 from kvjax.pallas_kernels import Stored, joined, slot_attention
 
 from .entries import Entries, MakeRoom, StepAttention, StepQuery, Take, Usage
@@ -21,7 +22,7 @@ from .slots import Slots, mark
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Layers(Entries):
-    """One `Slots` per layer. Layers may differ in their number of slots, heads of a layer may not."""
+    """One `Slots` per layer. Layers may differ in their heads and their number of slots, heads of a layer may not."""
 
     each: tuple[Slots, ...]
 
@@ -35,8 +36,8 @@ class Layers(Entries):
         return self.each[0].keys, self.each[0].values
 
     @property
-    def kv_heads(self) -> int:
-        return self.each[0].positions.shape[1]
+    def heads(self) -> tuple[KvHeads, ...]:
+        return tuple(KvHeads(layer.positions.shape[1], layer.keys.shape[-1]) for layer in self.each)
 
     @property
     def bounds(self) -> tuple[int, ...]:

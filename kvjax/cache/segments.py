@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.mesh.sharding import fetch
+from kvjax.models import KvHeads
 from kvjax.pallas_kernels import (
     PAGE,
     Stored,
@@ -88,7 +89,12 @@ class Segments(Entries):
 
     @property
     def kv_heads(self) -> int:
+        """H, the number of kv heads of every layer."""
         return self.start[0].shape[1]
+
+    @property
+    def heads(self) -> tuple[KvHeads, ...]:
+        return (KvHeads(self.kv_heads, self.keys.shape[-1]),) * len(self)
 
     @property
     def bounds(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from .arguments import (
     LARGEST,
     check_integers,
+    check_one_kind,
     check_params,
     check_path,
     check_saved,
@@ -20,6 +21,7 @@ __all__ = [
     "LARGEST",
     "bytes_text",
     "check_integers",
+    "check_one_kind",
     "check_params",
     "check_path",
     "check_saved",

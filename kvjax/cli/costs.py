@@ -46,10 +46,11 @@ def presets(length: int, config: DecoderConfig) -> list[str]:
 
 def _suits(text: str, config: DecoderConfig) -> bool:
     """Returns whether a model has enough layers and heads for a policy that divides its budget among them."""
+    from kvjax.kv_cache import check_suits
     from kvjax.policies import parse
 
     try:
-        parse(text).budget.check_model(config.num_layers, config.num_kv_heads)
+        check_suits(parse(text), config, devices=1)
     except ValueError:
         return False
     return True

@@ -100,6 +100,7 @@ def info(
         "query_heads": config.num_heads,
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
+        "window_heads": None if config.window_heads is None else config.window_heads._asdict(),
         "attention_sinks": config.attention_sinks,
         "attention_softcap": config.attention_softcap,
         "experts": None if config.mixture is None else asdict(config.mixture),
@@ -202,7 +203,8 @@ def _facts(facts: dict[str, Any], config: DecoderConfig) -> Table:
     """The model, in a few lines."""
     windows = sorted({window for window in config.windows if window})
     sliding = sum(window is not None for window in config.windows)
-    heads = [f"{config.num_heads} query, {config.num_kv_heads} kv, of {config.head_dim} channels", *_attention(config)]
+    kinds = " or ".join(f"{number} kv, of {size} channels" for number, size in config.kinds_of_heads)
+    heads = [f"{config.num_heads} query, {kinds}", *_attention(config)]
     if windows:
         heads.append(f"a window of {', '.join(map(str, windows))} in {sliding} of {config.num_layers} layers")
     ends = ", ".join(map(str, facts["end_tokens"]))

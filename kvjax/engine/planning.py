@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kvjax import policies
 from kvjax.checks import check_params, check_size
 from kvjax.decoding.row_text import check_fast
-from kvjax.kv_cache import check_attached, check_groups
+from kvjax.kv_cache import check_attached, check_suits
 from kvjax.mesh.sharding import MODEL, check_batch, mesh_of, platform_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy
@@ -54,6 +54,6 @@ def plans_of(
         check_hosts(mesh)
     check_batch(rows, mesh)
     check_attached(chosen, params)
-    check_groups(chosen.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
+    check_suits(chosen, config, 1 if mesh is None else mesh.shape[MODEL])
     dtype, keeps = jnp.dtype(params.embed.dtype), conversation_memory is not None
     return Plans.of(config, chosen, sizes, dtype, mesh, texts, keeps=keeps)

@@ -309,7 +309,8 @@ def _shown(batch: ReadingBatch, cache: KVCache) -> dict[int, dict[str, Any]]:
     rows = [row for row, reading in enumerate(batch.readings) if reading.asks[0].item.pieces]
     if not rows:
         return {}
-    shares, lengths = cache.retained_mask().mean(axis=(1, 2)), fetch(cache.length)
+    heads, lengths = sum(heads.number for heads in cache.entries.heads), fetch(cache.length)
+    shares = cache.retained_mask().sum(axis=(1, 2)) / heads
     digits = np.ceil(9 * shares).astype(int).astype(str)
     return {row: {"retained": "".join(digits[row, : lengths[row]])} for row in rows}
 

@@ -15,7 +15,7 @@ from kvjax.evaluation.entries import Cell
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal
 from kvjax.evaluation.lines import KEY, Key, key_of
-from kvjax.kv_cache import check_groups
+from kvjax.kv_cache import check_suits
 from kvjax.models import DecoderConfig
 from kvjax.plan import plan_cache
 from kvjax.policy import Policy
@@ -91,8 +91,7 @@ class RunPlan:
         """The batches of a cell. Raises ValueError if the policy does not suit the model."""
         policy = cell.build()
         alike = [other for near, other in self._parsed if (near.label, near.question) == (cell.label, cell.question)]
-        policy.budget.check_model(self.config.num_layers, self.config.num_kv_heads)
-        check_groups(policy.budget, self.config.num_kv_heads, self.grid.mesh[1])
+        check_suits(policy, self.config, self.grid.mesh[1])
 
         def most(reading: Reading) -> int:
             return min(self._rows(reading, other) for other in alike)
@@ -193,7 +192,7 @@ class RunPlan:
         sizes = Counter(kept(policy, new) + policy.allocates * kept(policy, 1) for policy in policies)
         extended = max(size * min(turns, n * len(reading.asks)) for size, n in sizes.items())
         layers = self.config.num_layers if lead or any(policy.allocates for policy in policies) else 1
-        token = self.config.bytes_per_token(self.dtype) // self.config.num_layers
+        token = -(-self.config.bytes_per_token(self.dtype) // self.config.num_layers)
         return held + extended * (1 + reading.refilled) + (reading.size + lead) * token * layers
 
     def batch_bytes(self, batch: ReadingBatch, policies: Sequence[Policy]) -> int:

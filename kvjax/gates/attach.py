@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from kvjax.checks import check_params
+from kvjax.checks import check_one_kind, check_params
 from kvjax.mesh.sharding import mesh_of, parameter_sharding, place
 from kvjax.models import Decoder, DecoderConfig
 
@@ -64,9 +64,11 @@ def with_gates(params: Decoder, gates: Gates | str | os.PathLike[str]) -> Decode
     Raises:
         CheckpointError: the gates cannot be read.
         ValueError: the gates are of another model: of other numbers of layers or kv heads, or other widths; the
-            method's gates belong to its policy; or they adapt layers, and the model has latent attention.
+            method's gates belong to its policy; they adapt layers, and the model has latent attention; or the model's
+            layers have kv heads of several kinds.
     """
     check_params(params)
+    check_one_kind("gates", params)
     given = gates if isinstance(gates, Gates) else read_gates(gates)
     if not given.form.attached:
         raise ValueError(

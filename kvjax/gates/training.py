@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Float
 
-from kvjax.checks import installs
+from kvjax.checks import check_one_kind, installs
 from kvjax.files.writing import write_file
 from kvjax.models import Decoder
 
@@ -55,9 +55,11 @@ def train(
         report: receives each line of the curve.
 
     Raises:
-        ValueError: the extra `train` is not installed, or the folder holds something else than this run.
+        ValueError: the extra `train` is not installed, the folder holds something else than this run, or layers have kv
+            heads of several kinds.
         OSError: the folder cannot be written.
     """
+    check_one_kind("gates", params)
     optax = _optax()
     own = {**objective.sizes, **objective.settings}
     chosen = {name: value for name, value in dataclasses.asdict(recipe).items() if value is not None}

@@ -57,8 +57,9 @@ def draw(
         from .figure import strip
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"draw: {error}; {installs('plot')}") from None
-    shares = cache.retained_mask()[row, ..., drawn.start : drawn.stop].mean(axis=1)
-    return strip(shares, drawn, texts, cache.entries.kv_heads)
+    heads = np.array([heads.number for heads in cache.entries.heads])
+    shares = cache.retained_mask()[row, ..., drawn.start : drawn.stop].sum(axis=1) / heads[:, None]
+    return strip(shares, drawn, texts, int(heads.max()))
 
 
 def _texts(tokens: Any, tokenizer: Any, drawn: range, seen: int) -> list[str]:

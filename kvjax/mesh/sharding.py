@@ -79,8 +79,9 @@ def kv_replicas(model: int, config: DecoderConfig) -> int:
     accepted = [size for size in range(1, config.num_heads + 1) if _divides(size, config)]
     if model not in accepted:
         fed = " and ".join(f"{size} {what}" for what, size in _feed_forward(config).items())
+        kinds = " or ".join(str(heads.number) for heads in config.kinds_of_heads)
         raise ValueError(
-            f"model={model} does not fit {config.num_heads} query heads, {config.num_kv_heads} kv heads and {fed}; "
+            f"model={model} does not fit {config.num_heads} query heads, {kinds} kv heads and {fed}; "
             f"accepted for this model are {', '.join(map(str, accepted))}"
         )
     return max(1, model // config.num_kv_heads)
@@ -89,11 +90,14 @@ def kv_replicas(model: int, config: DecoderConfig) -> int:
 def _divides(model: int, config: DecoderConfig) -> bool:
     """Returns whether `model` devices get equal numbers of heads, experts and MLP columns.
 
-    Each device gets complete kv heads, or an equal part of the query heads of one kv head.
+    Each device gets complete kv heads, or an equal part of the query heads of one kv head, of which as many devices
+    have a copy in all layers.
     """
-    complete = config.num_kv_heads % model == 0
-    replicated = model % config.num_kv_heads == 0 and config.num_heads % model == 0
-    return (complete or replicated) and all(size % model == 0 for size in _feed_forward(config).values())
+    counts = [heads.number for heads in config.kinds_of_heads]
+    alike = len({max(1, model // count) for count in counts}) == 1
+    complete = all(count % model == 0 for count in counts)
+    replicated = all(model % count == 0 for count in counts) and config.num_heads % model == 0
+    return alike and (complete or replicated) and all(size % model == 0 for size in _feed_forward(config).values())
 
 
 def _feed_forward(config: DecoderConfig) -> dict[str, int]:

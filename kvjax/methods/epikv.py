@@ -142,8 +142,10 @@ class HiddenChange(Score):
             return per_row
         layers = (int(share * len(per_row)) for share in (self.early, self.late))
         early, late = (known[min(known, key=lambda i: abs(i - layer))] for layer in layers)
-        score = early.deviation - late.deviation
-        return [None if own is None else own._replace(score=score) for own in per_row]
+        score = early.deviation[:, :1] - late.deviation[:, :1]  # that of all heads, of which layers have any number
+        return [
+            None if own is None else own._replace(score=jnp.broadcast_to(score, own.score.shape)) for own in per_row
+        ]
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         return jnp.where(entries.per_slot >= READ, READ + entries.positions.astype(jnp.float32), entries.per_slot)

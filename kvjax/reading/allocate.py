@@ -41,7 +41,7 @@ def allocated(
     policy, kept = cache.policy, cache.kept
     if not begins:
         kept = tuple(max(most or 0, now) for most, now in zip(kept, cache.entries.bounds, strict=True))
-    rows = pool_rows(policy, kept, cache.entries.kv_heads, room)
+    rows = pool_rows(policy, kept, cache.entries.heads[0].number, room)
     cache = allocate(params, cache, rows=rows, room=room, run=run)
     if not shows_whole_segments(policy) or isinstance(cache.length, jax.core.Tracer):
         return cache

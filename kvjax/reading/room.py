@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -108,8 +107,8 @@ def check_fits(cache: KVCache, size: Sequence[int]) -> None:
     if isinstance(first, jax.core.Tracer) or not isinstance(first, jax.Array):
         return
     most = device_memory(first.sharding.addressable_devices)
-    devices, (*rows, _, width) = 1 if cache.mesh is None else cache.mesh.size, first.shape
-    per_slot = 32 * math.prod(rows) * (width + 16)  # more than any storage and state take, and known without a trace
+    devices, widest = 1 if cache.mesh is None else cache.mesh.size, max(H * (D + 16) for H, D in cache.entries.heads)
+    per_slot = 32 * first.shape[0] * widest  # more than any storage and state take, and known without a trace
     if most is None or sum(size) * per_slot <= most:
         return
     entries = jax.eval_shape(lambda: cache.entries.grow(tuple(size)))

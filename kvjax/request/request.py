@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -177,10 +178,13 @@ def check_model(cache: KVCache, params: Decoder) -> None:
     """Raises ValueError if a cache has the shapes of another model."""
     config = params.config
     entries = cache.entries
-    actual = (len(entries), entries.kv_heads, entries.stored[0].shape[-1])
-    expected = (config.num_layers, config.num_kv_heads, config.head_dim)
-    if actual != expected:
-        raise ValueError(f"the cache has (layers, kv heads, head size) {actual}: the model needs {expected}")
+    expected = tuple(map(config.heads_of, range(config.num_layers)))
+    if entries.heads != expected:
+        actual, needs = (
+            " and ".join(str((layers, *kind)) for kind, layers in Counter(heads).items())
+            for heads in (entries.heads, expected)
+        )
+        raise ValueError(f"the cache has (layers, kv heads, head size) {actual}: the model needs {needs}")
     states: list[list[tuple[int, ...]]] = [[state.memory.shape[1:] for state in each] for each in cache.recurrent]
     own = config.recurrence
     needed: list[list[tuple[int, ...]]] = (

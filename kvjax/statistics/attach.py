@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from kvjax.checks import check_params
+from kvjax.checks import check_one_kind, check_params
 from kvjax.mesh.sharding import mesh_of, parameter_sharding, place
 from kvjax.models import Decoder
 
@@ -34,9 +34,10 @@ def with_statistics(
 
     Raises:
         CheckpointError: the statistics cannot be read.
-        ValueError: a name is unknown, or a shape is not that of the model.
+        ValueError: a name is unknown, a shape is not that of the model, or its layers have kv heads of several kinds.
     """
     check_params(params)
+    check_one_kind("statistics", params)
     given = statistics if isinstance(statistics, Mapping) else read_statistics(statistics)
     if unknown := sorted(given.keys() - STATISTICS.keys()):
         raise ValueError(f"statistics {', '.join(map(str, unknown))}: expected some of {', '.join(STATISTICS)}")

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attend import rotated
 from kvjax.attend.causal import causal
+from kvjax.checks import check_one_kind
 from kvjax.models import AttentionLayer, Decoder
 
 
@@ -53,8 +54,9 @@ def measured(params: Decoder, batches: Iterable[Int[np.ndarray, "B N"]], sinks: 
         sinks: the number of first tokens of each text whose queries do not count.
 
     Raises:
-        ValueError: there are fewer than two queries.
+        ValueError: there are fewer than two queries, or layers have kv heads of several kinds.
     """
+    check_one_kind("statistics", params)
     number, total = 0, None
     for tokens in batches:
         count = tokens.shape[0] * (tokens.shape[1] - sinks)

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.checkpoint import load, read_headers, save_hf, source_of
 from kvjax.models import Decoder, Mixture, UnsupportedModelError, config_from_hf
+from tests.models.configs import FULL, GEMMA4, SLIDING
 from tests.models.plain import logits
 from tests.tiny import hybrid, latents
 
@@ -122,6 +123,27 @@ def test_a_matrix_in_float32_widens_the_model(mixed):
     name = next(name for name in tensors if name.endswith("in_proj_qkv.weight"))
     save_file(tensors | {name: tensors[name].astype(np.float32)}, mixed / "model.safetensors")
     assert {x.dtype for x in jax.tree.leaves(load(mixed)[0])} == {jnp.dtype("float32")}
+
+
+def test_gemma4_as_it_is_published(tmp_path):
+    config = config_from_hf(GEMMA4 | {"attention_k_eq_v": True, "layer_types": [SLIDING, FULL]})
+    params = Decoder(config, nnx.Rngs(0))
+    save_hf(params, tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    other = {"vision_config": {"depth": 2}, "audio_config": None, "boi_token_id": 7, "eoa_token_index": 8}
+    nested = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"], "text_config": text} | other
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    assert "model.language_model.layers.0.layer_scalar" in tensors
+    assert "model.language_model.layers.1.self_attn.v_proj.weight" not in tensors
+    unread = {f"model.{name}.weight": np.ones((2, 2), np.float32) for name in ("vision_tower.a", "embed_vision.b")}
+    save_file(tensors | unread, tmp_path / "model.safetensors")
+    read, _ = load(tmp_path)
+    assert read.config == config
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(read), jax.tree.leaves(params))
 
 
 def test_layers_that_foretell_several_tokens_are_left_unread(tmp_path):

@@ -70,6 +70,7 @@ def test_parameters_lie_by_their_axes(model: int, query: P, key: P, embed: P) ->
     params = decoder(heads=4, kv_heads=2)
     sharded = kvjax.shard(params, kvjax.make_mesh(data=2, model=model))
     attention, mlp = sharded.layers[0].attention, sharded.layers[0].mlp
+    assert attention.value is not None
     assert attention.query[...].sharding.spec == query
     assert attention.key[...].sharding.spec == attention.value[...].sharding.spec == key
     assert attention.output[...].sharding.spec == P(query[1], None, None)

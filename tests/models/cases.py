@@ -200,6 +200,20 @@ CASES = {
         "gemma3_text",
         GROUP8 | {"head_dim": 10, "attention_bias": True, "tie_word_embeddings": False, "sliding_window": 9},
     ),
+    "gemma4_text-group4-kinds": (
+        "gemma4_text",
+        GROUP4
+        | {"num_hidden_layers": 3, "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1}
+        | {"layer_types": [SLIDING, FULL, FULL], "sliding_window": 9, "attention_k_eq_v": True}
+        | {"final_logit_softcapping": 10.0, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4_text-group7-bias-untied": (
+        "gemma4_text",
+        GROUP7
+        | {"num_hidden_layers": 2, "head_dim": 10, "global_head_dim": 8, "layer_types": [SLIDING, FULL]}
+        | {"sliding_window": 9, "attention_bias": True, "tie_word_embeddings": False}
+        | {"rope_parameters": {FULL: LINEAR, SLIDING: LOCAL}, "hidden_size_per_layer_input": 0},
+    ),
     "mixtral-group4-window": (
         "mixtral",
         GROUP4 | {"num_hidden_layers": 2, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 9},
@@ -291,6 +305,7 @@ DECODED = (
     "granitemoe-group4-tied",
     "gemma2-group4-layers",
     "gemma3_text-group4-layers",
+    "gemma4_text-group4-kinds",
     "mixtral-group4-window",
     "qwen3_moe-group8-layers",
     "gpt_oss-group4-layers",
@@ -320,6 +335,7 @@ ROUNDED = (
     "granitemoe-group4-tied",
     "gemma2-group4-layers",
     "gemma3_text-group8-bias-untied",
+    "gemma4_text-group7-bias-untied",
     "mixtral-group4-window",
     "qwen3_moe-group8-layers",
     "gpt_oss-group4-layers",

@@ -58,6 +58,8 @@ def reference(model_type: str, fields: dict) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):  # zeros by default
             torch.nn.init.normal_(buffer, std=0.3)
+        if name.endswith("layer_scalar"):  # ones by default
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     return model
 
 

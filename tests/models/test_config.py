@@ -5,13 +5,21 @@ import math
 import pytest
 
 from kvjax.models import Rope, UnsupportedModelError, config_from_hf, family
-from kvjax.models.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from kvjax.models.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    YarnScaling,
+)
 from tests.models.configs import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     FULL,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     GLM4,
     GLM4_MOE,
     GLM4_MOE_LITE,
@@ -216,6 +224,10 @@ def test_null_in_rope_is_absent(family, fields, same):
         GEMMA2 | {"layer_types": [FULL, FULL], "attention_bias": True},
         GEMMA3 | {"sliding_window_pattern": 2, "rope_local_base_freq": 500.0, "final_logit_softcapping": 20.0},
         GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "layer_types": [FULL, SLIDING]},
+        GEMMA4,
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "layer_types": [SLIDING, FULL]},
+        GEMMA4 | {"per_layer_config": {"1": {"head_dim": 12}}, "layer_types": [SLIDING, FULL]},
+        GEMMA4 | {"final_logit_softcapping": 20.0, "attention_bias": True, "layer_types": [FULL, FULL]},
         GPT_OSS,
         GPT_OSS | {"layer_types": [FULL, FULL], "attention_bias": False, "swiglu_limit": 3.0},
         GPT_OSS | {"rope_scaling": {"type": "yarn", **YARN}, "quantization_config": {"quant_method": "mxfp4"}},
@@ -233,8 +245,11 @@ def test_config_written_is_read_back(hf):
     if config.family == "internlm2":  # which supports the old form only
         assert "rope_parameters" not in written
         return
-    if config.family == "gemma3_text":
+    if config.family in ("gemma3_text", "gemma4_text"):
         assert written["rope_parameters"].keys() == {FULL, SLIDING}
+    if config.family == "gemma4_text":  # which supports the new form only
+        assert not {"rope_theta", "rope_scaling"} & written.keys()
+        return
     # Each form of RoPE must suffice without the other.
     assert config_from_hf({k: v for k, v in written.items() if k != "rope_parameters"}) == config
     assert config_from_hf({k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}) == config
@@ -247,3 +262,26 @@ def test_gemma3_of_transformers_5_0():
     assert config_from_hf(written) == config_from_hf(GEMMA3 | {"rope_parameters": kinds})
     with pytest.raises(UnsupportedModelError, match="rope_parameters"):
         config_from_hf(GEMMA3 | {"rope_parameters": kinds | {"rope_type": "yarn"}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "full"),
+    [
+        ({"layer_types": [SLIDING, SLIDING]}, (2, 16)),  # the last layer has full attention in any case
+        ({"num_global_key_value_heads": 1}, (2, 16)),  # counts only where keys are values
+        ({"num_global_key_value_heads": 1, "attention_k_eq_v": True}, (1, 16)),
+        ({"per_layer_config": {1: {"head_dim": 12}}}, (2, 12)),
+        ({"per_layer_config": {"1": {"num_key_value_heads": 4}}}, (4, 8)),
+    ],
+)
+def test_heads_of_gemma4(fields, full):
+    config = config_from_hf(GEMMA4 | {"layer_types": [SLIDING, FULL]} | fields)
+    assert (config.heads_of(0), config.heads_of(1)) == ((2, 8), full)
+    assert config.windows == (512, None)
+    assert config.rope_of(1) == Rope(1e6, ProportionalScaling(1.0, 0.25))
+
+
+def test_proportional_rope_turns_some_pairs_with_the_frequencies_of_a_whole_head():
+    rope = Rope(1e4, ProportionalScaling(2.0, 0.25))
+    assert rope.frequencies(16).tolist() == pytest.approx([0.5, 0.5 * 1e4 ** (-2 / 16), *[0] * 6])
+    assert rope.channels(16) == 16

@@ -9,6 +9,7 @@ from tests.models.configs import (
     FULL,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     GLM4,
     GLM4_MOE,
     GLM4_MOE_LITE,
@@ -38,13 +39,15 @@ from tests.models.configs import (
     SMOLLM3,
 )
 
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e6}
+
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         (
             {"model_type": "gpt2"},
-            "model_type 'gpt2' is not supported; accepted: deepseek_v2, deepseek_v3, gemma2, gemma3_text, glm4, ",
+            "model_type 'gpt2' is not supported; accepted: deepseek_v2, deepseek_v3, gemma2, gemma3_text, gemma4",
         ),
         ({"model_type": "gpt2"}, "Beyond Llama, its config has: nothing"),
         (
@@ -221,6 +224,26 @@ def test_unsupported_fields_are_named(fields, message):
         (GEMMA3, {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0"),
         (GEMMA3, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters="),
         (GEMMA3, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        (GEMMA4, {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1"),
+        (GEMMA4, {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input=8"),
+        (GEMMA4, {"enable_moe_block": True, "num_experts": 4}, "enable_moe_block=True"),
+        (GEMMA4, {"num_experts": 4}, "num_experts=4"),
+        (GEMMA4, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+        (GEMMA4, {"rope_theta": 1e4}, "rope_theta=10000.0"),
+        (GEMMA4, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters="),
+        (GEMMA4, {"rope_parameters": {FULL: {"rope_type": "dynamic", "factor": 2.0}}}, "rope_type='dynamic'"),
+        (
+            GEMMA4,
+            {"rope_parameters": {FULL: PROPORTIONAL | {"partial_rotary_factor": 1.5}}},
+            "partial_rotary_factor=1.5",
+        ),
+        (GEMMA4, {"rope_parameters": {FULL: PROPORTIONAL | {"beta_fast": 2.0}}}, "beta_fast"),
+        (GEMMA4, {"layer_types": [FULL]}, "accepted: 2 of"),
+        (GEMMA4, {"global_head_dim": 0}, "global_head_dim=0"),
+        (GEMMA4, {"per_layer_config": {"0": {"head_dim": 12}}}, "for layers ['1']"),
+        (GEMMA4, {"per_layer_config": {"1": {"sliding_window": 4}}}, "per_layer_config="),
+        (GEMMA4, {"per_layer_config": [12]}, "per_layer_config=[12]"),
+        (GEMMA4, {"num_key_value_heads": 3}, "num_key_value_heads=3"),
         (LLAMA, {"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation='gelu_pytorch_tanh'"),
         (INTERNLM2, {"head_dim": 8}, "head_dim=8"),
         (INTERNLM2, {"bias": "no"}, "bias='no'"),

@@ -1,0 +1,159 @@
+"""Gemma 4's text decoder: kv heads by kind of layer, norms of values, and a scalar per layer.
+
+Layers with full attention may have kv heads of another number and size than those with a window, and may take values
+from the projection of keys. Models whose layers share caches, have inputs of their own or have experts are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from . import qwen2
+from .config import ACTIVATIONS, DecoderConfig, KvHeads, base_config, base_hf_config
+from .fields import flag, integer, layer_count, number, require, unsupported
+from .gemma3_text import KINDS, by_kind_to_hf, rope_by_kind
+from .llama import weights as weights
+from .rope import ProportionalScaling, Rope
+from .rope_config import rope_from_hf
+
+ARCHITECTURE = "Gemma4ForCausalLM"
+# What is not computed, with the values that turn it off. Without the first field, transformers has such inputs.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "hidden_size_per_layer_input": (0, None),
+    "num_kv_shared_layers": (None, 0),
+    "enable_moe_block": (None, False),
+    "rope_scaling": (None,),  # transformers ignores it
+    "rope_theta": (None,),
+}
+BY_KIND = ("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", "per_layer_config")
+# The last of these are read by what is refused alone.
+UNUSED = ("vocab_size_per_layer_input", "use_double_wide_mlp", "top_k_experts", "moe_intermediate_size")
+FIELDS = ("sliding_window", "layer_types", *BY_KIND, *REFUSED, *UNUSED)
+COMPUTED = ("final_logit_softcapping", "hidden_act", "hidden_activation", "use_bidirectional_attention")
+PERIOD = 6  # one layer of so many has full attention
+OTHER = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")  # not of a text
+# The defaults of transformers for absent fields.
+DEFAULTS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+}
+ROPE = {
+    qwen2.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    qwen2.SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
+    hf = DEFAULTS | dict(hf)
+    for field, accepted in REFUSED.items():
+        require(hf, field, *accepted)
+    require(hf, "hidden_act", None, *ACTIVATIONS["gelu_tanh"], "gelu")  # transformers computes `hidden_activation`
+    require(hf, "hidden_activation", None, *ACTIVATIONS["gelu_tanh"])
+    require(hf, "use_bidirectional_attention", None, False, "vision")  # tokens of images alone see later ones
+    require(hf, "mlp_bias", None, False)
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        kinds = [qwen2.SLIDING if (i + 1) % PERIOD else qwen2.FULL for i in range(layer_count(hf))]
+    if isinstance(kinds, list):  # transformers gives the last layer full attention in any case
+        kinds = [*kinds[:-1], qwen2.FULL]
+    windows = qwen2.layer_windows(hf | {"use_sliding_window": True, "layer_types": kinds})
+    full, sliding = (_rope(fields) for fields in rope_by_kind(hf | {"rope_parameters": _by_kind(hf)}, {}, {}))
+    heads = _full_heads(hf, windows)
+    config = base_config(
+        hf | {"num_key_value_heads": heads.number, "head_dim": heads.size}, ARCHITECTURE, windows, full, COMPUTED
+    )
+    bias, cap = flag(hf, "attention_bias"), hf.get("final_logit_softcapping")
+    return replace(
+        config,
+        window_rope=sliding,
+        window_heads=_sliding_heads(hf),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        value_norm=True,
+        keys_are_values=flag(hf, "attention_k_eq_v"),
+        layer_scalars=True,
+        post_norm=True,
+        activation="gelu_tanh",
+        attention_scale=1.0,
+        embedding_scale=config.hidden_size**0.5,
+        logit_softcap=None if cap is None else number(hf, "final_logit_softcapping"),
+    )
+
+
+def _sliding_heads(hf: Mapping[str, Any]) -> KvHeads:
+    return KvHeads(integer(hf, "num_key_value_heads", integer(hf, "num_attention_heads")), integer(hf, "head_dim"))
+
+
+def _full_heads(hf: Mapping[str, Any], windows: tuple[int | None, ...]) -> KvHeads:
+    """Reads the kv heads of layers with full attention, which have the same by either form of config.
+
+    `per_layer_config` has what differs in some layers. In its absence `global_head_dim` and, where keys are values,
+    `num_global_key_value_heads` say so.
+    """
+    sliding, by_layer = _sliding_heads(hf), hf.get("per_layer_config")
+    if by_layer is None:
+        shared = flag(hf, "attention_k_eq_v")
+        count = integer(hf, "num_global_key_value_heads", sliding.number) if shared else sliding.number
+        return KvHeads(count, integer(hf, "global_head_dim"))
+    full = {str(i) for i, window in enumerate(windows) if window is None}
+    names = {"head_dim", "num_key_value_heads"}
+    own = list(by_layer.values()) if isinstance(by_layer, Mapping) else []
+    if not own or {*map(str, by_layer)} != full or not all(x == own[0] and x and set(x) <= names for x in own):
+        raise unsupported(
+            "per_layer_config", by_layer, f"equal mappings with some of {sorted(names)} for layers {sorted(full)}"
+        )
+    return KvHeads(integer(own[0], "num_key_value_heads", sliding.number), integer(own[0], "head_dim", sliding.size))
+
+
+def _by_kind(hf: Mapping[str, Any]) -> Any:
+    given = hf.get("rope_parameters") or {}
+    return ROPE | dict(given) if isinstance(given, Mapping) else given
+
+
+def _rope(fields: Mapping[str, Any]) -> Rope:
+    """Reads the RoPE of a kind of layer."""
+    own = fields["rope_parameters"]
+    if not isinstance(own, Mapping) or own.get("rope_type") != ProportionalScaling.rope_type:
+        return rope_from_hf(fields, KINDS)
+    fraction = number(own, "partial_rotary_factor", 1.0)
+    if fraction > 1:
+        raise unsupported("partial_rotary_factor", fraction, "a number in (0, 1]")
+    others = {name: value for name, value in own.items() if name not in ("factor", "partial_rotary_factor")}
+    unscaled = rope_from_hf({"rope_parameters": others | {"rope_type": "default"}})
+    return replace(unscaled, scaling=ProportionalScaling(number(own, "factor", 1.0), fraction))
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    own, sliding = qwen2.windows_to_hf(config), config.window_heads
+    assert sliding is not None
+    full = {"head_dim": config.head_dim, "num_key_value_heads": config.num_kv_heads}
+    written = base_hf_config(config, ARCHITECTURE) | {
+        "num_key_value_heads": sliding.number,
+        "head_dim": sliding.size,
+        "global_head_dim": config.head_dim,
+        "num_global_key_value_heads": config.num_kv_heads,
+        "per_layer_config": {str(i): full for i, window in enumerate(config.windows) if window is None},
+        "attention_k_eq_v": config.keys_are_values,
+        "hidden_activation": ACTIVATIONS[config.activation][0],
+        "attention_bias": config.qkv_bias,
+        "sliding_window": own["sliding_window"] or DEFAULTS["sliding_window"],
+        "layer_types": own["layer_types"],
+        "final_logit_softcapping": config.logit_softcap,
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": by_kind_to_hf(config),
+    }
+    return {name: value for name, value in written.items() if name not in ("rope_theta", "rope_scaling", "hidden_act")}
+
+
+def text_name(name: str, config: DecoderConfig) -> str | None:
+    """Returns the name in `weights` of a published tensor; None for a tensor that a text does not need."""
+    return None if name.startswith(OTHER) else name.replace("model.language_model.", "model.", 1)
