@@ -137,7 +137,7 @@ def attend_kernel(
         occupied = slot < used
         place = pl.ds(start + j * blocks.slots, blocks.slots)
         p = plgpu.load(p_ref.at[place], mask=occupied, other=-1)[None]
-        keys = load_codes(k_ref, D, place, occupied) if multiplies_codes else load_numbers(k_ref, D, place, occupied)
+        keys: Any = (load_codes if multiplies_codes else load_numbers)(k_ref, D, place, occupied)
         bias = None if bias_ref is None else plgpu.load(bias_ref.at[place], mask=occupied, other=0)[None]
 
         def products_of(q: list[Array]) -> Array:

@@ -76,13 +76,14 @@ class IntegerRows(NamedTuple):
         ]
         largest = reduce(jnp.maximum, [jnp.max(jnp.abs(x), axis=1) for x in tiles])
         step = jnp.maximum(largest, SMALLEST)[:, None] / LARGEST[8]
-        rest, terms = [x / step for x in tiles], []
+        rest = [x / step for x in tiles]
+        terms: list[list[Array]] = []
         for _ in range(TERMS):
             term = [jnp.floor(x + 0.5) for x in rest]  # the nearest integers; Triton has no `round`
             rest = [FINER * (x - y) for x, y in zip(rest, term, strict=True)]
             terms.append([x.astype(jnp.int8) for x in term])
-        zero = sum(form.zero * jnp.sum(x, axis=1) for x, form in zip(tiles, FORMS[k.bits], strict=True))
-        return cls(terms, step, zero[:, None])
+        zeros = [form.zero * jnp.sum(x, axis=1) for x, form in zip(tiles, FORMS[k.bits], strict=True)]
+        return cls(terms, step, reduce(jnp.add, zeros)[:, None])
 
     def products(self, keys: QuantizedArray) -> Float[Array, "R K"]:
         """Returns q k^T for a tile of K keys."""
