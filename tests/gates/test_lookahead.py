@@ -86,7 +86,7 @@ def test_trained_scores_find_what_answers_attend_to(tmp_path: Any) -> None:
     made = divergence(params, recipe, stream, None, tokens=count, rank=8, answer=8)
     trained = train(params, made, recipe, tmp_path / "out", facts={})
     first = Gates("lookaheadkv", made.sizes, jax.tree.map(np.asarray, made.initial()))
-    spec = f"lookaheadkv:budget=24,tokens={count},recent={recent},pool=none"
+    spec = f"lookaheadkv:budget=24,tokens={count},recent={recent}"
     wanted = [important(params, row, 24 - recent, recent) for row in others]
 
     def found(params: Any, spec: str) -> float:
