@@ -94,7 +94,8 @@ def lookaheadkv(
 
     The softmax is over the prompt and the learned tokens up to t, which leave no entries; the mean is over the tokens
     that see c, in a layer with a sliding window those within it. Training lets the scores of each query head follow the
-    attention of the answer that the model itself would give. The answer is added to the retained entries. `adakv:base=lookaheadkv` lets the heads of a layer compete by these scores.
+    attention of the answer that the model itself would give. The answer is added to the retained entries.
+    `adakv:base=lookaheadkv` lets the heads of a layer compete by these scores.
 
     Tokens and adapters are gates beside the parameters: `kvjax.with_gates(params, PATH)` reads those that `kvjax
     train-gates` writes.
