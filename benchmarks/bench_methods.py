@@ -29,7 +29,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 CASES = ("prefill", "replay", "crush", "decode", "budgets", "clustering")
@@ -136,7 +136,8 @@ def main() -> None:
     of_keys = {"input_dim": config.hidden_size, "nhead": KV_HEADS, "ngroup": HEADS // KV_HEADS}
     of_keys |= {"output_dim": 16, "sink": 16}
     learned = {**adapter_sizes(config), "rank": 8, "tokens": 32}
-    for method, sizes in {"kvzap": of_heads, "fastkvzip": of_keys, "lookaheadkv": learned}.items():
+    of_methods: dict[str, Mapping[str, int | None]] = {"kvzap": of_heads, "fastkvzip": of_keys, "lookaheadkv": learned}
+    for method, sizes in of_methods.items():
         drawn = jax.tree.map(np.asarray, random_weights(method, sizes, LAYERS, seed=0))
         params = kvjax.with_gates(params, Gates(method, sizes, drawn))
     prompt = rng.integers(0, config.vocab_size, (1, arguments.prompt)).astype(np.int32)

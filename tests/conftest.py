@@ -85,7 +85,6 @@ ALIKE = (
     "chunkkv:base=h2o,base.budget=24,length=5",
     "criticalkv:base=h2o,base.budget=24",
     "compactor:budget=24,chunk=16,sketch=6",
-    "lookaheadkv:budget=24,tokens=4,recent=4",
     "kvgrad:budget=24,score.chunk=16,score.instruction='',score.starting='',score.suffix='',groups=2",
 )
 POLICIES = (*DISTINCT, *ALIKE)

@@ -9,7 +9,8 @@ Differences from the paper:
   token of the prompt sees them. The complete cache of the prompt exists until all layers have been scored.
 - Adapters are added to the matrices, in the dtype of the model, for the time of this pass. Their scale is part of them.
 - Experts of a mixture have no adapters.
-- Scores are reduced over the query group and pooled as those of `snapkv`, and as many recent tokens are retained.
+- Scores are reduced over the query group as those of `snapkv`, and as many recent tokens are retained. They are not
+  pooled, as training matches them entry by entry: `docs/results/demo_model.md` has the measurement.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .common.replayed import ReplayedScore
 from .common.shares import UniformShares
 from .registry import preset
 
-GATES, POOLING = "lookaheadkv", Pooling("max", 7)
+GATES = "lookaheadkv"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class LookaheadAttention(ReplayedScore):
 
     tokens: int = 32
     group: Literal["mean", "max"] = "mean"
-    pooling: Pooling | None = POOLING
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         check_integer("tokens", self.tokens, least=1)
@@ -81,8 +82,8 @@ def lookaheadkv(
     budget: int | float = 1024,
     tokens: int = 32,
     recent: int = 32,
-    kernel: int = 7,
-    pool: Literal["max", "avg", "none"] = "max",
+    kernel: int = 1,
+    pool: Literal["max", "avg"] = "max",
     group: Literal["mean", "max"] = "mean",
 ) -> Policy:
     """Compresses the prompt by the attention of learned tokens that stand for its answer, at the cost of a short pass.
@@ -92,9 +93,9 @@ def lookaheadkv(
         score[h, c] = pool over c (reduce over the query group of h (mean over t of softmax(q_t . k)_c))
 
     The softmax is over the prompt and the learned tokens up to t, which leave no entries; the mean is over the tokens
-    that see c, in a layer with a sliding window those within it. Training lets the scores of
-    each query head follow the attention of the answer that the model itself would give. The answer is added to the
-    retained entries. `adakv:base=lookaheadkv` lets the heads of a layer compete by these scores.
+    that see c, in a layer with a sliding window those within it. Training lets the scores of each query head follow the
+    attention of the answer that the model itself would give. The answer is added to the retained entries.
+    `adakv:base=lookaheadkv` lets the heads of a layer compete by these scores.
 
     Tokens and adapters are gates beside the parameters: `kvjax.with_gates(params, PATH)` reads those that `kvjax
     train-gates` writes.
@@ -104,17 +105,17 @@ def lookaheadkv(
             each row's prompt.
         tokens: the number of learned tokens that run (the paper's lookahead size), the first of those that there are.
         recent: the number of most recent tokens, which are always retained.
-        kernel: the size of the pooling along the prompt, odd.
-        pool: "max", "avg" or "none".
+        kernel: the size of the pooling along the prompt, odd. 1 is none: training matches scores that are not pooled.
+        pool: "max" or "avg".
         group: the reduction over the query heads of a kv head.
 
     Raises:
         ValueError: for a value that is not accepted. Parameters without these gates, or with fewer learned tokens, are
             refused when a prompt is read.
     """
-    check_choice("pool", pool, "max", "avg", "none")
+    check_choice("pool", pool, "max", "avg")
     return Policy(
-        score=LookaheadAttention(tokens, group, None if pool == "none" else Pooling(pool, kernel)),
+        score=LookaheadAttention(tokens, group, None if kernel == 1 else Pooling(pool, kernel)),
         budget=UniformShares(budget_of(budget)),
         protect=Protect(recent=recent),
     )

@@ -27,8 +27,8 @@ from tests.methods import allocating
 from tests.methods.hidden import scored
 from tests.methods.reference import rotated, softmax
 
-OPTIONS = ("budget=12,tokens=3,recent=2,kernel=3", "budget=0.5,tokens=5,recent=1,pool=none,group=max")
-SCORES = (LookaheadAttention(3, pooling=None), LookaheadAttention(3, "max", Pooling("max", 3)))
+OPTIONS = ("budget=12,tokens=3,recent=2,kernel=3", "budget=0.5,tokens=5,recent=1,group=max")
+SCORES = (LookaheadAttention(3), LookaheadAttention(3, "max", Pooling("max", 3)))
 SIZE, WINDOW = 24, 13
 ROWS = [np.random.default_rng(4).integers(0, tiny.VOCAB, n) for n in (24, 2, 13)]  # one shorter than the learned tokens
 MAPS = {

@@ -193,7 +193,7 @@ DEFAULTS = {
     "lagkv": {"budget": 1024, "sinks": 4, "lag": 128, "cross": False, "every": None},
     "lazyeviction": {"budget": 1024, "window": 175, "alpha": 1e-4},
     "leverage_score": {"budget": 1024, "sketch": 48, "seed": 0, "sinks": 0, "recent": 0},
-    "lookaheadkv": {"budget": 1024, "tokens": 32, "recent": 32, "kernel": 7, "pool": "max", "group": "mean"},
+    "lookaheadkv": {"budget": 1024, "tokens": 32, "recent": 32, "kernel": 1, "pool": "max", "group": "mean"},
     "lukv": {"curve": "demo", "budget": 0.2, "sinks": 4, "recent": 1, "groups": 1},
     "morphkv": {
         "budget": 2048,
