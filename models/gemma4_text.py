@@ -116,7 +116,7 @@ def _full_heads(hf: Mapping[str, Any], windows: tuple[int | None, ...]) -> KvHea
 
 def _by_kind(hf: Mapping[str, Any]) -> Any:
     given = hf.get("rope_parameters") or {}
-    return ROPE | dict(given) if isinstance(given, Mapping) else given
+    return ROPE | dict(given) if isinstance(given, Mapping) and set(given) <= set(ROPE) else given
 
 
 def _rope(fields: Mapping[str, Any]) -> Rope:

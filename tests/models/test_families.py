@@ -33,8 +33,7 @@ OWN = {
     "gemma2": {},
     "gemma3_text": {"sliding_window_pattern": 2},
     "gemma4_text": {"sliding_window": 5, "head_dim": 6, "global_head_dim": 4, "hidden_size_per_layer_input": 0}
-    | {"num_key_value_heads": 4, "attention_k_eq_v": True, "num_global_key_value_heads": 2}
-    | {"layer_types": ["sliding_attention", "full_attention"]},
+    | {"attention_k_eq_v": True, "layer_types": ["sliding_attention", "full_attention"]},
     "glm4": {},
     "glm4_moe": EXPERTS | {"use_qk_norm": True},
     "glm4_moe_lite": LATENTS | {"first_k_dense_replace": None, "mlp_layer_types": ["sparse", "dense"]},
