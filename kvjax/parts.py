@@ -28,6 +28,7 @@ from kvjax.methods.common.refusals import (
     check_sinks,
     check_window,
 )
+from kvjax.methods.common.replayed import ReplayedScore
 from kvjax.methods.common.window_attention import QueryRing, QueryWindow
 from kvjax.methods.registry import preset
 from kvjax.models import AttentionLayer, join_sinks, rotate
@@ -105,6 +106,7 @@ __all__ = [
     "Received",
     "Reduction",
     "Replay",
+    "ReplayedScore",
     "ScoreWrapper",
     "SelectWrapper",
     "Slots",
