@@ -49,10 +49,12 @@ def adapter_sizes(config: DecoderConfig) -> dict[str, int | None]:
     """Returns the sizes of adapters that a model fixes. Experts have no adapters.
 
     Raises:
-        ValueError: the model has latent attention, whose maps have no adapters here.
+        ValueError: the model has latent attention, or layers that take values from keys; their maps have no adapters.
     """
     if config.latent is not None:
         raise ValueError(f"{config.family} has latent attention: expected a model with keys and values of each head")
+    if not all(map(config.has_values, range(config.num_layers))):
+        raise ValueError(f"{config.family} takes values from keys: expected a projection to values in each layer")
     return {
         "input_dim": config.hidden_size,
         "query_dim": config.num_heads * config.head_dim,

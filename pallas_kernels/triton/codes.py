@@ -31,7 +31,7 @@ SMALLEST = 1e-30  # the least magnitude that is told from zero
 
 
 class Form(NamedTuple):
-    """How a tile holds codes: as unit * code + zero."""
+    """The form in which a tile holds codes: unit * code + zero."""
 
     unit: int
     zero: int
@@ -146,7 +146,7 @@ def by_group(x: QuantizedArray) -> Float[Array, "groups 1 K"]:
 
 
 def own_channels(tiles: list[Array], groups: int) -> list[Bool[Array, "groups 1 C"]]:
-    """Which channels of each tile belong to each group."""
+    """Marks the channels of each tile that belong to each group."""
     C = tiles[0].shape[1]
     group = [jax.lax.div(i * C + jnp.arange(C), len(tiles) * C // groups) for i in range(len(tiles))]
     return [x[None, None] == jnp.arange(groups)[:, None, None] for x in group]

@@ -223,5 +223,7 @@ def test_what_is_refused() -> None:
         with_gates(tiny.decoder(4, 2, (None, None)), gates)
     with pytest.raises(ValueError, match=r"deepseek_v3 has latent attention: expected a model with keys and values of"):
         with_gates(tiny.latents(), gates)
+    with pytest.raises(ValueError, match="llama takes values from keys: expected a projection to values in each layer"):
+        adapter_sizes(replace(params.config, keys_are_values=True))
     with pytest.raises(ValueError, match=r"^LookaheadAttention: it scores a prompt.*cannot be combined with every=1"):
         replace(lookaheadkv(8, recent=2), every=1)
