@@ -104,12 +104,13 @@ def _full_heads(hf: Mapping[str, Any], windows: tuple[int | None, ...]) -> KvHea
         shared = flag(hf, "attention_k_eq_v")
         count = integer(hf, "num_global_key_value_heads", sliding.number) if shared else sliding.number
         return KvHeads(count, integer(hf, "global_head_dim"))
-    full = {str(i) for i, window in enumerate(windows) if window is None}
+    full = [i for i, window in enumerate(windows) if window is None]
     names = {"head_dim", "num_key_value_heads"}
     own = list(by_layer.values()) if isinstance(by_layer, Mapping) else []
-    if not own or {*map(str, by_layer)} != full or not all(x == own[0] and x and set(x) <= names for x in own):
+    layers = sorted(int(i) if str(i).isdecimal() else -1 for i in by_layer) if own else []  # "05" or "5"
+    if not own or layers != full or not all(x == own[0] and x and set(x) <= names for x in own):
         raise unsupported(
-            "per_layer_config", by_layer, f"equal mappings with some of {sorted(names)} for layers {sorted(full)}"
+            "per_layer_config", by_layer, f"equal mappings with some of {sorted(names)} for layers {full}"
         )
     return KvHeads(integer(own[0], "num_key_value_heads", sliding.number), integer(own[0], "head_dim", sliding.size))
 

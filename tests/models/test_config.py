@@ -271,6 +271,7 @@ def test_gemma3_of_transformers_5_0():
         ({"num_global_key_value_heads": 1}, (2, 16)),  # counts only where keys are values
         ({"num_global_key_value_heads": 1, "attention_k_eq_v": True}, (1, 16)),
         ({"per_layer_config": {1: {"head_dim": 12}}}, (2, 12)),
+        ({"per_layer_config": {"01": {"head_dim": 12}}}, (2, 12)),
         ({"per_layer_config": {"1": {"num_key_value_heads": 4}}}, (4, 8)),
     ],
 )

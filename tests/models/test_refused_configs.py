@@ -240,7 +240,7 @@ def test_unsupported_fields_are_named(fields, message):
         (GEMMA4, {"rope_parameters": {FULL: PROPORTIONAL | {"beta_fast": 2.0}}}, "beta_fast"),
         (GEMMA4, {"layer_types": [FULL]}, "accepted: 2 of"),
         (GEMMA4, {"global_head_dim": 0}, "global_head_dim=0"),
-        (GEMMA4, {"per_layer_config": {"0": {"head_dim": 12}}}, "for layers ['1']"),
+        (GEMMA4, {"per_layer_config": {"0": {"head_dim": 12}}}, "for layers [1]"),
         (GEMMA4, {"per_layer_config": {"1": {"sliding_window": 4}}}, "per_layer_config="),
         (GEMMA4, {"per_layer_config": [12]}, "per_layer_config=[12]"),
         (GEMMA4, {"num_key_value_heads": 3}, "num_key_value_heads=3"),
