@@ -49,7 +49,8 @@ def test_bytes_by_hand():
     assert cache.nbytes == 3 * (entries + 4 * (4 + 4 + 2))  # a head has a capacity
 
 
-@pytest.mark.parametrize("text", ["full", "h2o:budget=20"])
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("text", ["h2o:budget=20", "full"])
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_mesh(text):
     """The tokens, retained entries and bytes are those of one device."""
