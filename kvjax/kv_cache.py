@@ -308,14 +308,15 @@ def check_groups(budget: Budget, kv_heads: int, devices: int) -> None:
 def check_attached(policy: Policy, params: Decoder) -> None:
     """Raises ValueError if the score reads networks or statistics that the parameters do not have."""
     needs, attention = policy.score.needs, params.layers[0].attention
-    name, held = needs.gates, attention.gates
+    # `in` raises AttributeError for a name that an `nnx.Dict` of flax 0.12.4 lacks.
+    name, held, statistics = needs.gates, dict(attention.gates), dict(attention.statistics)
     if name and name not in held:
-        has = f"have those of {', '.join(held)}" if len(held) else "have none"
+        has = f"have those of {', '.join(held)}" if held else "have none"
         raise ValueError(
             f"{policy.score} reads gates of {name!r}, and the parameters {has}: expected "
             "params = kvjax.with_gates(params, FOLDER)"
         )
-    if name in params.gates:
+    if name in dict(params.gates):
         there, shapes = params.gates[name].shape[0], [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((1, 1), (1,))]
         run = max(part.tokens.shape[1] for part in jax.eval_shape(partial(policy.score.passes, texts=()), *shapes))
         if run > there:
@@ -323,8 +324,8 @@ def check_attached(policy: Policy, params: Decoder) -> None:
                 f"{policy.score} runs {run} learned tokens, and the gates of {name!r} have {there}: expected at most "
                 f"{there}"
             )
-    if missing := [name for name in needs.statistics if name not in attention.statistics]:
-        has = f"have {', '.join(attention.statistics)}" if len(attention.statistics) else "have none"
+    if missing := [name for name in needs.statistics if name not in statistics]:
+        has = f"have {', '.join(statistics)}" if statistics else "have none"
         raise ValueError(
             f"{policy.score} reads the statistics {', '.join(missing)}, and the parameters {has}: expected "
             "params = kvjax.with_statistics(params, FOLDER)"

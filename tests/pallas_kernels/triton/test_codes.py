@@ -70,7 +70,7 @@ SLOTS = [
     Case(64, 2, 1, 70, "bfloat16", bits=4, per_scale=64, received="sum"),
     Case(128, 8, 1, 300, "bfloat16", bits=8),
 ]
-LANES = Case(128, 4, 3, 0, "bfloat16", window=60, bits=4, bias="some")
+LANES = Case(128, 4, 2, 0, "bfloat16", window=60, bits=4, bias="some")
 
 
 @pytest.mark.slow(first=1)
