@@ -33,7 +33,7 @@ TEXTS = (
     "morphkv:budget=12,window=4",
 )
 GREEDY = Greedy()
-ITEMS = [item("a", 41, 5, 9), item("b", 47, 7, 3), item("c", 33, 4, 4)]
+ITEMS = [item("a", 41, 5, 9), item("b", 47, 12, 3), item("c", 33, 4, 10)]  # of one batch
 
 
 def evicts_nothing(spec: str) -> bool:
