@@ -281,7 +281,7 @@ def check_suits(policy: Policy, config: DecoderConfig, devices: int) -> None:
     """Raises ValueError for a policy that does not fit a model, or a mesh with so many devices over kv heads."""
     kinds = config.kinds_of_heads
     if policy.allocates and len(kinds) > 1:
-        each = " and ".join(f"{number} of {size} channels" for number, size in kinds)
+        each = " and ".join(map(str, kinds))
         raise ValueError(
             f"the budget {type(policy.budget).__name__} is allocated across layers, in one pool: expected another, as "
             f"the layers have kv heads of several kinds, {each}"

@@ -31,6 +31,9 @@ class KvHeads(NamedTuple):
     number: int
     size: int
 
+    def __str__(self) -> str:
+        return f"{self.number} of {self.size} channels"
+
 
 @dataclass(frozen=True)
 class DecoderConfig:

@@ -100,5 +100,5 @@ def check_one_kind(what: str, params: Decoder) -> None:
     """Raises ValueError unless all layers of a decoder have kv heads of one number and size."""
     kinds = params.config.kinds_of_heads
     if len(kinds) > 1:
-        each = " and ".join(f"{number} of {size} channels" for number, size in kinds)
+        each = " and ".join(map(str, kinds))
         raise ValueError(f"{what} for layers with kv heads of several kinds, {each}: expected a model with one kind")

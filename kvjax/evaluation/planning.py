@@ -123,23 +123,23 @@ class RunPlan:
                 alike.setdefault(key, []).append(replace(planned, batches=padded))
         return (*(sweep for cells in alike.values() for sweep in self._divided(cells)), *refilled)
 
-    def _sharing(self, cell: Cell, batches: Sequence[ReadingBatch]) -> Iterator[tuple[ReadingBatch, ...]]:
+    def _sharing(self, cell: Cell, batches: Sequence[ReadingBatch]) -> list[tuple[ReadingBatch, ...]]:
         """Divides batches, the longest first, into those that share rows, the one with most rows first.
 
         All rows get the slots of the longest prompt, and steps attend to all slots. So batches share rows if the
         longest has less than twice the slots of each, and if the rows fit into the memory with these slots.
         """
-        policy, together = cell.build(), list[ReadingBatch]()
+        policy, shared = cell.build(), list[list[ReadingBatch]]()
+        most = math.inf if self.grid.memory_gb is None else self.grid.memory_gb * 1e9
         for batch in batches:
-            first, rows = [*together, batch][0].readings[0], max(one.rows for one in (*together, batch))
-            most = math.inf if self.grid.memory_gb is None else self.grid.memory_gb * 1e9
+            together = [*(shared[-1] if shared else ()), batch]
+            first, rows = together[0].readings[0], max(one.rows for one in together)
             alike = first.size + first.new_tokens < 2 * (batch.readings[0].size + batch.readings[0].new_tokens)
-            if together and not (alike and rows * self.row_bytes(first, [policy]) <= most):
-                yield tuple(sorted(together, key=lambda batch: -batch.rows))
-                together = []
-            together.append(batch)
-        if together:
-            yield tuple(sorted(together, key=lambda batch: -batch.rows))
+            if shared and alike and rows * self.row_bytes(first, [policy]) <= most:
+                shared[-1].append(batch)
+            else:
+                shared.append([batch])
+        return [tuple(sorted(together, key=lambda batch: -batch.rows)) for together in shared]
 
     def _divided(self, cells: Sequence[PlannedCell]) -> Iterator[Sweep]:
         """Divides cells with the same batches into sweeps whose caches fit into the memory."""
