@@ -111,7 +111,8 @@ def test_pieces_of_a_completion(serving: Serving, alone: Any) -> None:
 
 def test_usage_of_each_piece(serving: Serving) -> None:
     """As clients that measure a server ask for it."""
-    options: Any = {"stream": True, "extra_body": {"stream_options": {"continuous_usage_stats": True}}}
+    counted = {"stream_options": {"continuous_usage_stats": True}}
+    options: Any = {"temperature": 0, "stream": True, "extra_body": counted}
     events = list(serving.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=5, **options))
     counts = [event.usage.completion_tokens for event in events]
     assert counts == sorted(counts)
