@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Format, lint, types and tests, in an environment it makes itself.
 #     bash scripts/test.sh              what a change can break
+#     bash scripts/test.sh -k name      any argument of pytest; of the tests that these choose, also those marked long
 #     bash scripts/test.sh --all        also published models, other machines, and the day's part of slow tests and of all
 #                                       products of options; downloads PyTorch, Ray, compilers for GPUs and TPUs (1.2 GB),
 #                                       a model. With further arguments it runs all slow tests that these choose
-#     bash scripts/test.sh -k name      any argument of pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_venv.sh dev plot eval
@@ -19,6 +19,7 @@ if [ "${1:-}" = --all ]; then
     source scripts/setup_compilers.sh
 else
     setup_small_torch dev plot eval
+    [ $# = 0 ] || set -- -m "not slow and not exhaustive and not aot and not real" "$@"
 fi
 
 # Workers and later runs share what XLA has compiled.

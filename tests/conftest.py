@@ -93,14 +93,14 @@ POLICY_PARAMS = part(POLICIES, DISTINCT)
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The first n cases of a test marked `slow(first=n)` are of the default run.
+    """The first n cases of a test marked `slow(first=n)` are not slow, and those of `long(first=n)` not long.
 
     EXHAUSTIVE=k/n leaves out all tests marked exhaustive but the k-th part of n, and SLOW=k/n does so of slow tests.
     """
-    left: dict[str, int] = {}
+    left: dict[tuple[str, str], int] = {}
     for item in items:
-        for mark in [mark for mark in item.own_markers if mark.name == "slow"]:
-            name = item.nodeid.partition("[")[0]
+        for mark in [mark for mark in item.own_markers if mark.name in ("long", "slow")]:
+            name = mark.name, item.nodeid.partition("[")[0]
             left.setdefault(name, mark.kwargs.get("first", 0))
             if left[name] and not item.get_closest_marker("exhaustive"):
                 left[name] -= 1

@@ -69,6 +69,7 @@ def test_a_chat_is_a_text_in_which_answers_end():
     assert text == "the sea recall adam is lamp . recall"
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("task", TASKS)
 def test_it_answers_from_a_full_cache_and_ends_its_answers(decoder, task):

@@ -55,6 +55,7 @@ def test_code_runs_from_top_to_bottom(page: str, layers: int, monkeypatch: pytes
         exec(compile("\n" * line + found[1], DOCS / page, "exec"), names)
 
 
+@pytest.mark.long
 def test_the_readme_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
     text = (DOCS.parent / "README.md").read_text()
     (code,), (shown,) = (re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) for language in ("python", "text"))

@@ -11,6 +11,7 @@ from kvjax import policies
 from kvjax.models import Decoder
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize(
     "policy",
     [

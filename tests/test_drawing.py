@@ -43,6 +43,7 @@ def test_columns_of_a_long_text_are_means(shallow: Decoder) -> None:
     np.testing.assert_allclose(shades, mask.reshape(1, -1, 3).mean(axis=-1))
 
 
+@pytest.mark.long
 def test_a_notebook_shows_the_texts(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     pytest.importorskip("matplotlib")
     out = kvjax.generate(tiny, [PROMPT], policy=POLICY, max_new_tokens=3, tokenizer=tokenizer, eos=())

@@ -62,6 +62,7 @@ def test_inspect_names_the_position(spoilt: Any) -> None:
         record(spoilt[0], ROWS[1], policy="full", max_new_tokens=NEW)
 
 
+@pytest.mark.long
 def test_other_requests_of_an_engine_go_on(spoilt: Any, talker: Any) -> None:
     """The server tells the client, in an answer and in a stream."""
     params, answers, position = spoilt

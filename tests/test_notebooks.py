@@ -49,6 +49,7 @@ def shown(cell: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_show_what_they_print(path: Path) -> None:
     stored, new = nbformat.read(path, as_version=4), run_notebooks.executed(path)

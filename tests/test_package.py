@@ -103,6 +103,7 @@ def with_outside(installed: Path, outside: Path, tmp_path: Path) -> Callable[[st
     return run
 
 
+@pytest.mark.long
 def test_wheel_installs_no_top_level_module_but_kvjax_and_its_command(installed: Path) -> None:
     names = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
     assert names - {"__pycache__"} == {"kvjax", "kvjax_command.py", "bin"}
@@ -143,6 +144,7 @@ def test_wheels_of_the_tree_and_of_the_source_distribution_are_equal(built: Path
     assert contents[0] == contents[1]
 
 
+@pytest.mark.long
 def test_the_version_has_one_source() -> None:
     """`kvjax.__version__`; what describes the project elsewhere agrees."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -159,6 +161,7 @@ def test_texts_count_the_presets_that_there_are() -> None:
     assert said["CHANGELOG.md"] == {str(len(kvjax.policies.PRESETS.own))} >= said["README.md"]
 
 
+@pytest.mark.long
 def test_wheel_imports_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     code = "import kvjax.models as m, kvjax.pallas_kernels as p; print(m.__file__, p.__file__, sep='\\n')"
     imported = run_python(code, cwd=tmp_path, PYTHONPATH=str(installed)).splitlines()
@@ -167,6 +170,7 @@ def test_wheel_imports_outside_the_checkout(installed: Path, tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.long
 def test_imports_without_torch_and_matplotlib(tmp_path: Path) -> None:
     code = """
 import importlib, pkgutil, sys
@@ -228,6 +232,7 @@ def test_forbidden_imports_are_found(path: str, source: str, forbidden: bool) ->
     assert bool(forbidden_imports(Path(path), source)) == forbidden
 
 
+@pytest.mark.long
 def test_imports_run_one_way() -> None:
     found = [line for path in python_files() for line in forbidden_imports(path, (ROOT / path).read_text())]
     assert not found, "\n".join(found)

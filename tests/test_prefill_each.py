@@ -59,6 +59,7 @@ def test_each_is_what_prefill_gives(texts: tuple[str, ...]) -> None:
             assert_same(ours, kvjax.prefill(params, ROWS, policy=policy))
 
 
+@pytest.mark.long
 def test_in_chunks() -> None:
     """In a layer with a sliding window, the tokens that it no longer sees take no part."""
     params, policies = (

@@ -52,6 +52,7 @@ def queries(params, texts):
     return np.concatenate(found, axis=2), np.concatenate([np.arange(SINKS, len(text)) for text in texts])
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("heads", [2, 8, 14])
 def test_measured_are_the_statistics_of_all_queries_at_once(heads):

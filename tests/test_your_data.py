@@ -22,6 +22,7 @@ def lines(table: str) -> list[str]:
     return [line.rstrip() for line in table.rstrip().splitlines()]
 
 
+@pytest.mark.long
 def test_the_page_does_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")

@@ -14,6 +14,7 @@ MORE = [[3], [1, 2, 3], [4], [5], [6, 7], [8], [9], [1]]
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("data", "model"), [(2, 2), pytest.param(1, 4, marks=pytest.mark.slow)])
 def test_two_turns_on_a_mesh(data, model):
     params = kvjax.shard(hybrid(), mesh(data, model))

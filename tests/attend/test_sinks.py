@@ -73,6 +73,7 @@ def test_training() -> None:
         np.testing.assert_allclose(logits, dense_run(params, row)[0], atol=2e-5)
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     ("text", "chunk"),

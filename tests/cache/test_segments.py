@@ -218,6 +218,7 @@ def test_top_counts_against_a_sort():
         assert got.tolist() == np.bincount(np.array(order[:total], int) // 7, minlength=3).tolist()
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize(("groups", "text", "windows"), [(1, SNAPKV, ONE_LAYER), (2, MORPHKV, WINDOWED)])
 def test_bytes_follow_from_the_total(text, groups, windows):
     """Bytes are a closed form, whatever the prompt. With 1,024 slots per head, alignment adds at most 5 %."""

@@ -33,6 +33,7 @@ def written(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / name).read_text())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "form"),
     [
@@ -138,6 +139,7 @@ def test_values_that_are_not_accepted(said, message):
         card_of(Path("x"), said, 40)
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 def test_answers_end_at_the_tokens_of_the_checkpoint(tmp_path, where):
     """Without a tokenizer, too."""
@@ -155,6 +157,7 @@ def test_answers_end_at_the_tokens_of_the_checkpoint(tmp_path, where):
         assert engine.submit(prompt[0]).result().finish == "end"
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 def test_suppressed_tokens_are_never_drawn(tmp_path, where):
     """Of the first tokens without any, one is suppressed at the beginning, and the next ones everywhere."""

@@ -323,6 +323,7 @@ print(open(sys.argv[1] + "/again/config.json").read())
 """
 
 
+@pytest.mark.long
 def test_tokenizer_travels_with_the_weights_and_needs_no_torch(folder):
     done = subprocess.run([sys.executable, "-c", SCRIPT, folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

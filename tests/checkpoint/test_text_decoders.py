@@ -98,6 +98,7 @@ def mixed(multimodal: Path) -> Path:
     return multimodal
 
 
+@pytest.mark.long
 def test_vectors_in_float32_do_not_widen_the_model(mixed, tmp_path):
     """They stay as they are stored, and all other weights stay in bfloat16. A written checkpoint has the same bits."""
     assert read_headers(source_of(mixed)).dtype == jnp.bfloat16

@@ -25,6 +25,7 @@ from tests.cli.commands import PROMPT, kv
 OPTIONS = ["--max-new-tokens", "20", "--sampler", "greedy"]
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("policy", "compress"), [("morphkv:budget=24,window=4", "end"), ("adakv:base=h2o,base.budget=24,groups=2", "auto")]
@@ -83,6 +84,7 @@ def test_a_model_without_a_chat_template(shallow_model: str, tmp_path: Path) -> 
     assert "--chat-template FILE" in stderr
 
 
+@pytest.mark.long
 def test_the_demo_chats() -> None:
     result = CliRunner().invoke(app, ["chat", "demo", *OPTIONS], input=f"{PROMPT}\n")
     assert (result.exit_code, result.stdout.strip()) == (0, "adam is sword"), result.output
@@ -148,6 +150,7 @@ main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="a terminal of POSIX")
 def test_ctrl_c_in_a_terminal(shallow: Decoder, talker: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """During an answer it ends the answer, and at the prompt the command; an arrow brings the last message back."""

@@ -111,6 +111,7 @@ def test_positions_beyond_the_model_are_a_warning_in_a_line(model: str) -> None:
     assert "UserWarning" not in result.stderr
 
 
+@pytest.mark.long
 def test_the_process_exits_with_status_2_and_no_traceback() -> None:
     command = [sys.executable, "-c", "from kvjax.cli import main; main()", "info", "/no/such/folder"]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -148,6 +149,7 @@ def test_bytes_in_words(count: float, text: str) -> None:
     assert bytes_text(count) == text
 
 
+@pytest.mark.long
 def test_eval_says_what_it_would_do_does_it_and_goes_on(shallow_model: str, tmp_path: Path) -> None:
     config, out = tmp_path / "run.yaml", tmp_path / "out"
     config.write_text(

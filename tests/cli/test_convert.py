@@ -7,12 +7,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 import kvjax
 from kvjax.checks import bytes_text
 from tests.cli.commands import PROMPT, kv
 
 
+@pytest.mark.long
 def test_convert_to_orbax_and_back(shallow_model: str, tmp_path: Path) -> None:
     (Path(shallow_model) / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     saved, again = tmp_path / "saved", tmp_path / "again"

@@ -24,6 +24,7 @@ new_tokens: 4
 """
 
 
+@pytest.mark.long
 def test_a_failure_is_counted_and_never_a_score(
     shallow_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from kvjax.cli.loading import EXAMPLE
 from tests.cli.commands import PROMPT, kv
 
 
+@pytest.mark.long
 def test_generate_prints_what_the_library_answers(shallow_model: str) -> None:
     params, words = kvjax.load(shallow_model)
     policy = kvjax.policies.parse("morphkv:budget=12,window=4")

@@ -57,6 +57,7 @@ def test_recurrent_layers_are_counted(tmp_path: Path) -> None:
     assert "3 of 6 layers, with 4.32 kB of states per row" in " ".join(text.split())
 
 
+@pytest.mark.long
 def test_experts_are_counted(tmp_path: Path) -> None:
     """Of all experts in every layer that has them, in the table, in JSON and in the weights of a plan."""
     fields = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [0]}
@@ -177,6 +178,7 @@ def test_inspect_on_a_mesh(shallow_model: str, tmp_path: Path, policy: str) -> N
     assert pages[0] == pages[1]
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("command", ["info", "plan"])
 def test_the_cost_fits_on_one_screen(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer about `full` and each recommended policy, in 24 lines of 80 columns, none of which is folded."""
@@ -205,6 +207,7 @@ def test_the_plan_begins_with_the_answer(model: str) -> None:
         assert int(found[1].replace(",", "")) == 116 * int(found[0].replace(",", ""))
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_info_prints_tables_that_fit(model: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

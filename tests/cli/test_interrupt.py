@@ -76,6 +76,7 @@ def test_ctrl_c_while_kvjax_is_imported(tmp_path: Path) -> None:
     assert interrupted(["--help"], tmp_path, 0.2) == (130, "\nkvjax: interrupted\n")
 
 
+@pytest.mark.long
 def test_ctrl_c_after_a_command_is_done(tmp_path: Path) -> None:
     """Handlers run in reverse order, so this one sends the signal after all others are done."""
     late = "import atexit, os; atexit.register(os.kill, os.getpid(), 2); "

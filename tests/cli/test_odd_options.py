@@ -67,6 +67,7 @@ def outcome(arguments: list[str]) -> str:
     return f"status {result.exit_code}: {result.output}"
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("command", COMMANDS.commands)
 def test_odd_values_of_options(command: str, shallow_model: str, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ SAMPLERS = st.one_of(
 draw = jax.jit(lambda samplers, *given: samplers(*given))
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(samplers=st.lists(SAMPLERS, min_size=4, max_size=4), seed=st.integers(0, 2**31))
 def test_each_row_draws_as_with_its_own_sampler(samplers: list[SamplingMethod], seed: int) -> None:

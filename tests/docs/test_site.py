@@ -38,6 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / "site"
 
 
+@pytest.mark.long
 def test_every_page_of_the_folder_is_built(site: Path) -> None:
     pages = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
     built = {path.parent.relative_to(site) for path in site.rglob("index.html")}

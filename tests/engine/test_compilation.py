@@ -34,6 +34,7 @@ def test_500_random_requests_compile_nothing(shallow: Decoder, compiled: list[st
     assert stats.tokens >= sum(len(answer.tokens) for answer in answers)
 
 
+@pytest.mark.long
 def test_a_gpu_runs_the_prompts_of_each_class_before_the_first_request(
     shallow: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

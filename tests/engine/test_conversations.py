@@ -60,6 +60,7 @@ POLICIES = [*KINDS, "keydiff:budget=12,recent=4,every=2", "snapkv:budget=12,wind
 CHOSEN = ["full", "morphkv:budget=12,window=4,every=4", "snapkv:budget=12,window=4"]
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("policy", part(POLICIES, CHOSEN))
 def test_turns_are_those_of_generate(policy: str, tiny: Decoder, shallow: Decoder) -> None:
     """A turn has one chunk or two."""
@@ -79,6 +80,7 @@ def test_turns_with_sliding_windows(policy: str) -> None:
     check(decoder(windows=(None, 8)), policy, [20, 1, 18])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "policy", ["adakv:base=h2o,base.budget=12,groups=2", pytest.param("h2o:budget=12", marks=pytest.mark.slow)]
 )
@@ -87,6 +89,7 @@ def test_turns_on_a_mesh(policy: str, tiny: Decoder) -> None:
     check(params, policy, [13, 1, 9], reference=tiny)
 
 
+@pytest.mark.long
 def test_what_continues_nothing_is_read_from_its_beginning(shallow: Decoder, compiled: list[str]) -> None:
     policy = "h2o:budget=12"
 

@@ -37,6 +37,7 @@ def check_all(params: Decoder, policies: dict[str, Any], reference: Decoder) -> 
         engines["full"].submit([1])
 
 
+@pytest.mark.long
 def test_each_answers_as_alone(shallow: Decoder) -> None:
     check_all(shallow, POLICIES, shallow)
 

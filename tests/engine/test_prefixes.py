@@ -24,6 +24,7 @@ AGNOSTIC = [text for text in KINDS if not parse(text).asks_the_end]
 CHOSEN = [text for text in AGNOSTIC if text.startswith("adakv")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", part([*AGNOSTIC, "keydiff:budget=12,every=1", "knorm:budget=0.5"], CHOSEN))
 def test_answers_are_those_of_a_prefilled_cache(policy: str, tiny: Decoder) -> None:
     documents = [RNG.integers(0, 101, n).tolist() for n in (3, 13, 28)]
@@ -58,6 +59,7 @@ def test_policies_that_must_see_the_question_are_refused_by_name(policy: str, pa
         kvjax.Engine(tiny, policy, **SIZES, prefix_memory="1MB")
 
 
+@pytest.mark.long
 def test_engines_of_two_policies_share_a_folder(tiny: Decoder, tmp_path: Path) -> None:
     document, question = RNG.integers(0, 101, 28).tolist(), [3, 4, 5]
     for policy in ("knorm:budget=12", "keydiff:budget=12"):  # caches of the same shapes

@@ -14,6 +14,7 @@ RNG = np.random.default_rng(5)
 SIZES = {"rows": 2, "max_prompt": 28, "max_new_tokens": 12, "chunk": 16, "max_end_tokens": 32}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["h2o:budget=12", pytest.param("full", marks=pytest.mark.slow)])
 def test_answers_are_those_of_generate(policy: str) -> None:
     asked = [Asked.at_random(RNG, VOCAB, GREEDY) for _ in range(7)]
@@ -27,6 +28,7 @@ def test_answers_are_those_of_generate(policy: str) -> None:
         np.testing.assert_allclose(answer.log_probs, alone.log_probs[0, : alone.lengths[0]], atol=1e-4)
 
 
+@pytest.mark.long
 def test_a_prefix_that_serves_twice() -> None:
     document, questions = RNG.integers(0, VOCAB, 28).tolist(), [[3, 4, 5], [3, 4, 5], [7]]
     with kvjax.Engine(hybrid(), "h2o:budget=12", **SIZES, prefix_memory="1MB") as engine:

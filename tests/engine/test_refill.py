@@ -104,6 +104,7 @@ def test_the_next_batch_is_read_while_rows_are_busy(params: Decoder) -> None:
 SIZES = ("full", "h2o:budget=32", "snapkv:budget=20,window=4", "sliding:full")
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("text", part(SIZES, SIZES[:1]))
 @pytest.mark.parametrize("order", [1, -1], ids=["short first", "long first"])
 def test_batches_of_other_sizes_share_the_rows(params: Decoder, text: str, order: int) -> None:
@@ -140,6 +141,7 @@ def test_single_tokens_take_no_row(params: Decoder) -> None:
     assert list(Refill(params).run(iter([]))) == []
 
 
+@pytest.mark.long
 def test_stop_strings_end_answers_as_in_a_stream(params: Decoder) -> None:
     given, options = prompts(7), {"eos": (), "tokenizer": tokenizer(), "stop": [" the", "a"]}
     ended = {one.name: one for one in Refill(params).run(batches(params, given, **options))}

@@ -100,6 +100,7 @@ def engine(
         yield engine
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(requests=st.lists(WANTED, min_size=1, max_size=7))

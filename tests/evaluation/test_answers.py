@@ -21,6 +21,7 @@ class Example:
     answer: np.ndarray
 
 
+@pytest.mark.long
 def test_an_answer_is_right_if_it_is_whole_and_ends() -> None:
     config = DecoderConfig("llama", 64, 16, 16, 2, 1, 8, (None,), Rope(1e4), 128)
     params = Decoder(config, nnx.Rngs(1))

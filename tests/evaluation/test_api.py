@@ -42,6 +42,7 @@ def model() -> Any:
     return kvjax.load("demo")
 
 
+@pytest.mark.long
 def test_a_policy_and_questions_of_ones_own(model: Any, tmp_path: Path) -> None:
     mine = kvjax.Policy(FirstTokens(), Fixed(8))
     results = run(model, {"full": "full", "mine": mine}, QUESTIONS, tmp_path / "out", score="exact", max_new_tokens=8)
@@ -60,6 +61,7 @@ def test_a_policy_and_questions_of_ones_own(model: Any, tmp_path: Path) -> None:
         run(model, ["full"], QUESTIONS[:2], tmp_path / "out", score="exact", max_new_tokens=8)
 
 
+@pytest.mark.long
 def test_a_file_by_its_model_is_what_the_grid_of_a_command_gives(model: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(f"{json.dumps(line)}\n" for line in QUESTIONS))

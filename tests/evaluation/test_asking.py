@@ -117,6 +117,7 @@ def test_answers_are_those_of_each_question_alone(params: Decoder, question: Set
         assert kept == {name: [float(12 if "tova" in text else size // 2)] for name, size in sizes.items()}
 
 
+@pytest.mark.long
 def test_answers_end_at_the_tokens_of_the_checkpoint(params: Decoder, tmp_path: Path) -> None:
     """In padded batches and in rows that are refilled."""
     (batch,), policy = batches(readings(ITEMS[:2], "before"), lambda _: 4), parse("full")
@@ -201,6 +202,7 @@ def test_nothing_is_compiled_per_example(compiled: list[str]) -> None:
     assert work(34) == {}
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("text", ["snapkv:budget=0.5", "adakv:base=snapkv,base.budget=0.5", "h2o:budget=12"])
 @pytest.mark.parametrize("question", ["after", "before"])
 def test_retained_tokens_of_first_examples_are_recorded(params: Decoder, text: str, question: Setting) -> None:

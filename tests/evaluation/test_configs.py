@@ -73,6 +73,7 @@ def small(path: Path, data: Path) -> Grid:
     return replace(grid, max_length=None).limited(1)
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=20)
 @pytest.mark.parametrize("path", ALL, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_each_runs_on_stand_ins(path: Path, stand_ins: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from kvjax.evaluation.equality import Worker, equal
 pytest.importorskip("math_verify", reason="answers in LaTeX need math-verify (the extra `eval`)")
 
 
+@pytest.mark.long
 def test_hostile_texts_are_unequal_and_end() -> None:
     for text in ("9^{9^{9^9}}", r"\prod_{k=1}^{10000000} k", "(" * 900):
         assert not equal(text, "5", seconds=0.5)
@@ -27,6 +28,7 @@ def test_threads_share_the_process() -> None:
         assert list(threads.map(lambda pair: equal(*pair), pairs)) == [i % 7 == i % 5 for i in range(70)]
 
 
+@pytest.mark.long
 def test_a_process_that_is_gone_is_replaced() -> None:
     worker = Worker()
     assert worker.compare("1/2", "0.5", 20)

@@ -92,6 +92,7 @@ def test_answers_are_those_of_generate(full: KVJaxLM) -> None:
     assert cut == "anna"
 
 
+@pytest.mark.long
 def test_answers_end_at_the_tokens_of_the_checkpoint(full: KVJaxLM, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)

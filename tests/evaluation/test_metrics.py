@@ -29,6 +29,7 @@ def test_chinese_words() -> None:
     assert metrics.qa_f1_zh("", "北京") == 0
 
 
+@pytest.mark.long
 def test_rouge_l() -> None:
     pytest.importorskip("rouge", reason="LongBench's ROUGE needs rouge (the extra `eval`)")
     # Longest common subsequence of 4 and 5 words: 3, so 2 * (3/4) * (3/5) / (3/4 + 3/5) = 2/3.

@@ -46,6 +46,7 @@ def forgotten(subject: int, compiled: list[str]) -> bool:
     return any("one_program" in name for name in compiled)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("bounded")
 def test_all_programs_are_forgotten_at_the_limit(compiled: list[str]) -> None:
     found = [i for i in range(3 * MOST) if forgotten(i, compiled)]
@@ -68,6 +69,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("bounded")
 @pytest.mark.parametrize(
     ("name", "short"),

@@ -227,6 +227,7 @@ def test_too_many_caches_are_fewer_in_all_later_batches(tmp_path: Path) -> None:
     assert Counter(asked) == {size: sum(len(sweep.batches) for sweep in sweeps) for size in (1, 2)} | {3: len(sweeps)}
 
 
+@pytest.mark.long
 def test_policies_share_prefills_as_far_as_they_can() -> None:
     def shared(question: str = "before", **changes: Any) -> list[list[str]]:
         sweeps = plan(GRID.but(**changes)).sweeps

@@ -92,6 +92,7 @@ def test_a_cache_that_evicts_nothing_any_more_decodes_as_under_its_policy(spec: 
     np.testing.assert_array_equal(mine.log_probs, alike.log_probs)
 
 
+@pytest.mark.long
 def test_caches_of_equal_shapes_form_groups() -> None:
     params = tiny_decoder(vocab=len(WORDS))
     prompt = np.arange(48, dtype=np.int32).reshape(2, 24)

@@ -56,6 +56,7 @@ def kill_one(name: str, folder: Path, share: float) -> None:
     assert process.exitcode == -9
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("moments", [2, pytest.param(50, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", EACH)

@@ -58,6 +58,7 @@ def test_round_trip_of_half_a_document(shallow: Decoder, tmp_path: Path, dtype) 
     assert not restored.filled
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("text", ["zipcache:base=knorm,base.budget=16", "think:recent=64"])
 def test_round_trip_of_empty_arrays(shallow: Decoder, text: str, tmp_path: Path) -> None:
     """Nothing of a prompt is in slots under ZipCache, and of a short prompt nothing is settled under ThinK."""

@@ -101,6 +101,7 @@ def pooled(scores: np.ndarray, size: int) -> np.ndarray:
     return np.stack([scores[:, max(c - side, 0) : c + side + 1].max(axis=1) for c in range(scores.shape[1])], axis=1)
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "count", "group"), [(8, 2, 5, "mean"), (2, 2, 5, "mean"), (7, 1, 3, "max")]

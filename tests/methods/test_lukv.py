@@ -62,6 +62,7 @@ def kvpress_counts(retained, length):
     return counts
 
 
+@pytest.mark.long
 @given(seed=st.integers(0, 2**32 - 1), layers=st.integers(1, 5), heads=st.integers(1, 6), tokens=st.integers(10, 4000))
 @settings(max_examples=10)
 def test_counts_are_those_of_kvpress(seed, layers, heads, tokens):

@@ -27,6 +27,7 @@ def two_kinds() -> Decoder:
     return Decoder(replace(config, window_heads=OTHER, window_rope=Rope(100.0)), nnx.Rngs(0))
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 def test_policies(policy):
     params = everything(window_heads=OTHER)
@@ -49,6 +50,7 @@ def test_bytes_by_hand():
     assert cache.nbytes == 3 * (entries + 4 * (4 + 4 + 2))  # a head has a capacity
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("text", ["h2o:budget=20", "full"])
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -73,6 +75,7 @@ def test_meshes_that_share_heads_in_some_layers_are_refused():
         )
 
 
+@pytest.mark.long
 def test_engine_and_saved_cache(tmp_path):
     params, text = two_kinds(), "snapkv:budget=20,window=4"
     expected = kvjax.generate(params, PROMPTS[:1], policy=text, max_new_tokens=NEW)
@@ -85,6 +88,7 @@ def test_engine_and_saved_cache(tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.long
 def test_retained_entries():
     cache = kvjax.prefill(two_kinds(), PROMPTS[:1], policy="snapkv:budget=20,window=4")
     mask = cache.retained_mask()
@@ -97,6 +101,7 @@ def test_retained_entries():
     assert "3 x 4 or 2 heads" in repr(cache)
 
 
+@pytest.mark.long
 def test_a_cache_of_another_model_is_refused():
     cache = kvjax.prefill(two_kinds(), PROMPTS[:1])
     other = decoder(heads=8, kv_heads=2, windows=(24, 16, None))

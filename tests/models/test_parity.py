@@ -86,6 +86,7 @@ def test_greedy_tokens_in_float32(case, folder, tokens):
     np.testing.assert_array_equal(answer.tokens, expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", part(CASES, ROUNDED), indirect=True)
 def test_logits_in_bfloat16(case, model, folder, tokens):
     """bfloat16 has 8 bits: the error must be small, and less than 1.5 times that of transformers."""
@@ -147,6 +148,7 @@ def test_window_matters(name, changed, tokens):
     assert difference[9:].min() > 1e-2
 
 
+@pytest.mark.long
 def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, tokens):
     params, _ = load(folder)
     save_hf(params, tmp_path)

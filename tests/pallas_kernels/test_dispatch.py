@@ -208,6 +208,7 @@ def test_a_backend_that_cannot_be_imported_is_not_there(operation, monkeypatch):
         assert call(3) == ("xla", 3)
 
 
+@pytest.mark.long
 def test_programs_run_by_xla_on_the_day_that_jax_has_no_triton(monkeypatch):
     """All operations, on what would be a GPU. A prompt without cached slots needs cuDNN alone."""
     monkeypatch.undo()

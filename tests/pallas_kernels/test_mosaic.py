@@ -85,6 +85,7 @@ SEGMENT_EXTRA = [
 ]
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize(
     ("case", "lanes", "extra"),
     [(*case, extra) for case, extra in zip(SEGMENT_CASES, SEGMENT_EXTRA, strict=True)],

@@ -54,6 +54,7 @@ def expected(q, k, t, p, reduction, options):
     return getattr(weights.reshape(len(q), k.shape[1], -1, *weights.shape[2:]), reduction.rows)(axis=3)
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=4)
 @pytest.mark.parametrize(("name", "biased"), each_once(PROBLEMS, [False, True]))
 def test_contexts_have_the_bits_of_prompt_attention(name, biased):

@@ -29,6 +29,7 @@ def by_sorting(scores, positions, count):
     return sorted(sorted(eligible, key=lambda i: (-scores[i], positions[i]))[:count])
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(st.lists(scores, min_size=HEADS, max_size=HEADS), st.permutations(range(TOKENS)), st.data())
 def test_equals_a_stable_sort(rows, positions, data):

@@ -70,6 +70,7 @@ def test_extra_query_rows(case, count, reduction):
 SEGMENT_EXTRA = [None, (4, Reduction("sum", "sum", "group")), (7, Reduction("max", "mean", "group"))]
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=4)
 @pytest.mark.parametrize(
     ("case", "lanes", "extra"),
@@ -128,6 +129,7 @@ def programs_of(function, *arrays):
     return next(eqn.params["grid_mapping"].grid for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call")
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize(
     ("splits", "window"),
     part(product([8, 16, 32, 64], [None, 100]), {*product([8, 16, 32, 64], [None]), (16, 100)}),

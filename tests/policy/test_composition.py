@@ -62,6 +62,7 @@ from tests.policy.tried import TRIED
 from tests.products import part
 
 
+@pytest.mark.long
 def test_what_makes_no_sense_is_refused_by_name():
     assert 300 < len(compositions()) < len(SCORES) * len(SELECTS) * len(MERGES) * len(RHYTHMS)
 

@@ -27,6 +27,7 @@ TURN = [[5, 6, 7], [8, 9, 10], [9, 10, 11]]
 DEEP = 6  # layers
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     "text", [*MIXED, REPLAYED, *(pytest.param(text, marks=pytest.mark.exhaustive) for text in ALL)]
@@ -51,6 +52,7 @@ def test_it_is_what_one_program_gives(text: str) -> None:
             np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", [POOL, *(pytest.param(text, marks=pytest.mark.slow) for text in (*MIXED, REPLAYED))])
 def test_several_layers_in_a_program(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU reads three layers and then the last one."""

@@ -52,18 +52,21 @@ def test_answers_and_later_turns_follow_the_whole_text():
     np.testing.assert_array_equal(again.tokens, second.tokens)
 
 
+@pytest.mark.long
 def test_a_cache_of_another_model_is_refused():
     cache = kvjax.prefill(hybrid((0, 2, 1)), [[1, 2, 3]], policy="full")
     with pytest.raises(ValueError, match=r"recurrent states of the shapes .*: the model needs \[\[\(4, 8, 6\), "):
         answered([[1]], cache=cache)
 
 
+@pytest.mark.long
 def test_a_prompt_in_chunks():
     whole, pieces = answered(ROWS), answered(ROWS, chunk=16)
     np.testing.assert_array_equal(pieces.tokens, whole.tokens)
     assert_states_equal(pieces.cache, whole.cache, atol=1e-5)
 
 
+@pytest.mark.long
 def test_rows_without_tokens_keep_their_state():
     cache = kvjax.prefill(hybrid(), ROWS, policy="full")
     for columns in (1, 3):
@@ -73,6 +76,7 @@ def test_rows_without_tokens_keep_their_state():
             assert (np.asarray(one)[1::2] != np.asarray(other)[1::2]).any()
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 def test_every_policy_leaves_the_states_alone(policy):
     """Of a prompt, whatever is scored, replayed, compressed or allocated. Attention before a state stays in full."""
@@ -83,6 +87,7 @@ def test_every_policy_leaves_the_states_alone(policy):
     assert cache.nbytes == sum(x.nbytes for x in jax.tree.leaves((cache.entries, cache.recurrent)))
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("text", ["full", "h2o:budget=16", "dynamickv:budget=16", "adakv:base=h2o,base.budget=16"])
 def test_plans_count_the_states(text):
     cache = answered(ROWS, policy=text).cache
@@ -93,6 +98,7 @@ def test_plans_count_the_states(text):
     assert states == sum(x.nbytes for x in jax.tree.leaves(cache.recurrent)) > 0
 
 
+@pytest.mark.long
 def test_saved_caches_hold_the_states(tmp_path: Path):
     cache = answered(ROWS, policy="h2o:budget=16").cache
     kvjax.save_cache(tmp_path / "cache", cache, hybrid())

@@ -26,6 +26,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=4)
 @pytest.mark.parametrize(
     ("spec", "expected"),

@@ -35,6 +35,7 @@ def test_completion(serving: Serving, alone: Any) -> None:
     np.testing.assert_allclose(choice.logprobs.token_logprobs, expected.log_probs[0], atol=1e-5)
 
 
+@pytest.mark.long
 def test_draws_follow_the_seed(serving: Serving, alone: Any) -> None:
     """Answer i of a prompt has the seed s + i, and the answer says which seed the server drew."""
     settings: Any = {"temperature": 1.5, "top_p": 0.9, "max_tokens": 10}

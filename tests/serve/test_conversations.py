@@ -22,6 +22,7 @@ def asked(serving: Serving, prompt: list[int], **extra: Any) -> tuple[str, int]:
     return out.choices[0].text, out.usage.prompt_tokens_details.cached_tokens
 
 
+@pytest.mark.long
 def test_later_turns(shallow: Decoder, talker: Any) -> None:
     begun = kvjax.generate(shallow, [3, 1, 4], policy=POLICY, max_new_tokens=6, eos=(), tokenizer=talker)
     said = [3, 1, 4, *begun.tokens[0].tolist(), 5, 9]

@@ -59,6 +59,7 @@ def test_the_number_of_errors(kind: Any, document: Any) -> None:
         assert found.value.error_count() <= 5
 
 
+@pytest.mark.long
 def test_what_nobody_reads_is_not_held() -> None:
     nothing = dict.fromkeys(KEYS)
     part = {"type": "text", "text": "ba", "cache_control": KEYS} | nothing

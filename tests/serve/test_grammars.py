@@ -51,6 +51,7 @@ def bits(words: np.ndarray) -> np.ndarray:
     return np.unpackbits(words.view(np.uint8), bitorder="little")
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("form", FORMS)
 def test_required_calls(form: str) -> None:
     _, template, special = FORMS[form]

@@ -38,6 +38,7 @@ def asked(serving: Serving, model: str, prompt: list[int] = PROMPT) -> Any:
     return serving.client.completions.create(model=model, prompt=prompt, **ASK)
 
 
+@pytest.mark.long
 def test_each_policy_answers(several: Serving, shallow: Decoder, talker: Any) -> None:
     """The plain name is the first one's, and the answer has the name in full."""
     texts = []

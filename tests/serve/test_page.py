@@ -7,12 +7,15 @@ import re
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 import kvjax
 from tests.serve.serving import only, send, served
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "serving.md"
 
 
+@pytest.mark.long
 def test_first_requests_of_the_page() -> None:
     text = PAGE.read_text()
     (options,) = re.findall(

@@ -83,6 +83,7 @@ def rest(client: socket.socket) -> str:
     return b"".join(parts).decode()
 
 
+@pytest.mark.long
 def test_sigterm_finishes_what_runs(folder: str) -> None:
     with served(folder) as (process, port):
         client = ask(port, 1500)

@@ -124,6 +124,7 @@ def test_pages_of_other_origins(serving: Serving) -> None:
             Settings(origins=(wrong,))
 
 
+@pytest.mark.long
 def test_bodies_of_unknown_length_and_slow_ones(serving: Serving) -> None:
     """A body in chunks is cut off at the limit, and one that does not come after the time limit."""
     head = (

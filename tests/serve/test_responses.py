@@ -65,6 +65,7 @@ def test_events_of_a_text(serving: Serving) -> None:
     assert events[-1].response.usage.output_tokens == 12
 
 
+@pytest.mark.long
 def test_calls(calling: Serving) -> None:
     """The client sends the items of the response back with the output of a call, and gets the last answer."""
     asked: Any = [{"role": "user", "content": "1 + 2?"}]

@@ -226,6 +226,7 @@ def test_templates_that_cannot_be_read() -> None:
             one.client.chat.completions.create(**ASK, tools=TOOLS)
 
 
+@pytest.mark.long
 def test_required_calls_and_forms() -> None:
     """A grammar has the model call, and write what a schema accepts, where the script has it do neither."""
     pytest.importorskip("llguidance", reason="llguidance is not installed (the extra `serve`)")

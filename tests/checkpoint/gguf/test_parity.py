@@ -24,6 +24,7 @@ COMPARED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parity
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("name", COMPARED)

@@ -184,6 +184,7 @@ def test_numbers_as_in_lm_evaluation_harness() -> None:
             assert numeric(text, Question("?", (reference,)))["exact_match"] == same, (text, reference)
 
 
+@pytest.mark.long
 @pytest.mark.parity
 @pytest.mark.usefixtures("_judge")
 def test_boxes_as_in_lm_evaluation_harness() -> None:

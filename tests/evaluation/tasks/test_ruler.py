@@ -72,6 +72,7 @@ def test_there_are_the_thirteen_with_their_generation_lengths() -> None:
     assert len(niah) == 8
 
 
+@pytest.mark.long(first=13)
 @pytest.mark.parametrize("length", [1024, 4096])
 @pytest.mark.parametrize("task", registry.find("ruler/*"), ids=lambda task: task.name)
 def test_prompts_fill_their_length_and_depend_on_nothing_else(task, data: Path, length: int) -> None:
@@ -195,12 +196,11 @@ def test_common_words_are_the_most_common(length: int, often: int, rarely: int) 
         assert prompt(example) == f"{CWE.format(context=worked)}{solution}\n{CWE.format(context=context)}"
 
 
+@pytest.mark.long
 def test_common_words_beyond_the_word_lists(data: Path, tmp_path: Path) -> None:
     pytest.importorskip("wonderwords", reason="RULER's words need wonderwords (the extra `eval`)")
     (task,) = registry.find("ruler/cwe")
-    with pytest.raises(
-        DataError, match=r"expected RULER's english_words\.json in the data folder .*; no folder is given"
-    ):
+    with pytest.raises(DataError, match=r"expected RULER's english_words\.json in the data folder .*; no folder is"):
         next(task.examples(Source(TOKENIZER, 200_000)))
     (tmp_path / "english_words.json").write_text(json.dumps({str(i): f"word{i}" for i in range(30_000)}))
     found = next(task.examples(Source(TOKENIZER, 200_000, count=1, folder=tmp_path)))

@@ -48,6 +48,7 @@ def test_keys_and_values_of_other_groups_are_dequantised() -> None:
     assert code_rows(4, stored(128, 32, 8), stored(128, 64, 8)) is None
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize(("bits", "per_scale"), [(8, 16), (8, 64), (4, 16), (4, 64)])
 def test_products_are_those_of_float32(bits: int, per_scale: int) -> None:
     """A row has channels of very different sizes, and one row is 0."""
@@ -73,6 +74,7 @@ SLOTS = [
 LANES = Case(128, 4, 2, 0, "bfloat16", window=60, bits=4, bias="some")
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", SLOTS, ids=str)
 def test_slots(case: Case) -> None:
