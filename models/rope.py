@@ -300,28 +300,6 @@ def rotate(
         frequencies = frequencies[:, None, None]
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = factor * jnp.cos(angles), factor * jnp.sin(angles)
-    rotated = jax.lax.platform_dependent(x[..., :size], cos, sin, tpu=rotate_by_product, default=rotate_by_halves)
+    first, second = jnp.split(x[..., :size].astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
     return rotated if size == x.shape[-1] else jnp.concatenate([rotated, x[..., size:]], axis=-1)
-
-
-def rotate_by_halves(
-    x: Float[Array, "B H N C"], cos: Float[Array, "B #H N C/2"], sin: Float[Array, "B #H N C/2"]
-) -> Float[Array, "B H N C"]:
-    """Rotates all channels of `x` by splitting them into halves."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def rotate_by_product(
-    x: Float[Array, "B H N C"], cos: Float[Array, "B #H N C/2"], sin: Float[Array, "B #H N C/2"]
-) -> Float[Array, "B H N C"]:
-    """Rotates all channels of `x` by a matrix product that swaps the halves. This form is faster on TPUs.
-
-    On a TPU half of the channels fill half of a register's lanes, and `rotate_by_halves` writes each half to memory.
-    The matrix holds 1, -1 and 0 only, so the product is exact.
-    """
-    half = x.shape[-1] // 2
-    partner = jnp.eye(2 * half, k=half, dtype=x.dtype) - jnp.eye(2 * half, k=-half, dtype=x.dtype)
-    other = jnp.matmul(x, partner, precision=jax.lax.Precision.HIGHEST).astype(jnp.float32)
-    cos, sin = (jnp.concatenate([y, y], axis=-1) for y in (cos, sin))
-    return (x.astype(jnp.float32) * cos + other * sin).astype(x.dtype)
