@@ -34,8 +34,8 @@ KVZIP = kvzip()
 def restorekv(base: Policy = KVZIP, tokens: int = 8) -> Policy:
     """Compresses the prompt by the base, and gives a part of its budget to entries of learned tokens.
 
-    After the prompt of N tokens, n learned tokens run once at the positions N .. N + n - 1 through layers with adapters,
-    over the complete cache. Their keys and values stay in every kv head of every layer; the base retains the rest:
+    After the prompt of N tokens, n learned tokens run once at the positions N .. N + n - 1, through layers with
+    adapters, over the complete cache. Their keys and values stay in every kv head of every layer:
 
         entries of the mean kv head = n learned + (budget - n) of the prompt
 

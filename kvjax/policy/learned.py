@@ -16,9 +16,9 @@ class LearnedTokens(Part):
     """Learned tokens that run once behind a prompt, over its complete cache, and leave their entries.
 
     The tokens, and the adapters of the layers that run them, are gates beside the parameters (`kvjax.with_gates`). Each
-    kv head of each layer gets an entry of each token. A row's budget pays for these entries: the score divides and fills
-    what remains of it, and does not see them. They take the positions behind the prompt, and the text that follows
-    begins behind them. A row whose prompt fits into its budget has no learned tokens.
+    kv head of each layer gets an entry of each token. A row's budget pays for these entries: scores, which do not see
+    them, decide about the rest of it. They take the positions behind the prompt, and the text that follows begins
+    behind them. A row whose prompt fits into its budget has no learned tokens.
 
     Attributes:
         gates: the name of the gates.

@@ -33,6 +33,11 @@ class Beside(NamedTuple):
     entries: Sequence[Slots | None]
     next_position: Int[Array, "B"]
 
+    @classmethod
+    def nothing(cls, cache: KVCache) -> Beside:
+        """Returns no entries behind a cache."""
+        return cls((None,) * len(cache.entries), cache.length)
+
 
 def with_learned(params: Decoder, cache: KVCache, *, run: Run = run_at_once) -> tuple[KVCache, Beside]:
     """Returns the cache of a prompt, whose budget has paid for the policy's learned tokens, and their entries.
@@ -43,7 +48,7 @@ def with_learned(params: Decoder, cache: KVCache, *, run: Run = run_at_once) -> 
     """
     learned = cache.policy.learned
     if learned is None:
-        return cache, Beside((None,) * len(cache.entries), cache.length)
+        return cache, Beside.nothing(cache)
     layers = [Slots.only(positions=layer.positions, capacity=layer.capacity) for layer in cache.entries]
     part, capacities, length = run(_paid, layers, cache.length, learned=learned, mesh=cache.mesh)
     entries = left(params, cache, part, run=run)

@@ -127,11 +127,8 @@ def _replay_layer(
     attention = cast(Replaying, call.attention)
     x, after, _ = through_layer(layer, index, x, Layers((entries,)), states, rows, facts=facts, call=call)
     held = after.layer(0, 0)
-    if attention.leaves:
-        found = held.without_state()
-    else:
-        found = Slots.only(per_slot=held.per_slot, per_row=held.per_row)
-    return None if last else in_rows(x, call.mesh), found
+    state = Slots.only(per_slot=held.per_slot, per_row=held.per_row)
+    return None if last else in_rows(x, call.mesh), held.without_state() if attention.leaves else state
 
 
 @jax.jit

@@ -75,7 +75,9 @@ def families(text: str) -> tuple[str, ...]:
         "layers or heads share a budget": policy.allocates,
         "entries merge": _merges(policy),
         "the prompt is read twice": rereads(policy),
-        "trained gates or measured statistics": bool(policy.score.needs.gates or policy.score.needs.statistics),
+        "trained gates or measured statistics": bool(
+            policy.score.needs.gates or policy.score.needs.statistics or policy.learned
+        ),
         "fewer bits per entry": policy.storage != PLAIN,
     }
     changes_another = preset in PRESETS and bool(base_of(preset))
