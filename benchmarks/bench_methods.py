@@ -136,7 +136,8 @@ def main() -> None:
     of_keys = {"input_dim": config.hidden_size, "nhead": KV_HEADS, "ngroup": HEADS // KV_HEADS}
     of_keys |= {"output_dim": 16, "sink": 16}
     learned = {**adapter_sizes(config), "rank": 8, "tokens": 32}
-    of_methods: dict[str, Mapping[str, int | None]] = {"kvzap": of_heads, "fastkvzip": of_keys, "lookaheadkv": learned}
+    of_methods: dict[str, Mapping[str, int | None]] = {"kvzap": of_heads, "fastkvzip": of_keys}
+    of_methods |= {"lookaheadkv": learned, "restorekv": learned}
     for method, sizes in of_methods.items():
         drawn = jax.tree.map(np.asarray, random_weights(method, sizes, LAYERS, seed=0))
         params = kvjax.with_gates(params, Gates(method, sizes, drawn))

@@ -198,7 +198,7 @@ def generate(
         answer=answer,
         chat_template_kwargs=chat_template_kwargs,
     )
-    clock = Clock()
+    clock, read = Clock(), int((fetch(request.cache.length) + request.batch.lengths).max())
     logits, filled = clock.run("prefill", read_request, params, request)
     state = Decoding.begin(request.sampling, filled, size=request.room, log_probs=log_probs)
     said: list[str] | None = None
@@ -221,7 +221,6 @@ def generate(
         decoded = (tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(tokens, lengths, strict=True))
         text = list(decoded) if said is None else said
         text = text[0] if is_single(prompt) else text
-    read = int((fetch(cache.length) - (lengths - 1)).max())
     return Generation(
         tokens=tokens,
         lengths=lengths,

@@ -33,7 +33,8 @@ class KVCache:
     Attributes:
         entries: keys, values, positions and the policy's state. `Layers` of slots; `Segments` of one pool once a budget
             has been allocated across layers and heads.
-        length: the number of tokens that each row has seen, retained or not: the position of the next one. int32.
+        length: the number of tokens that each row has seen, retained or not, and of its learned tokens: the position of
+            the next one. int32.
         recurrent: the states of the recurrent layers before each layer, in their order; empty tuples where there are
             none. No policy touches them.
         rope: RoPE's frequencies of each row, float32, where they depend on its length (dynamic, longrope). The length
@@ -309,24 +310,33 @@ def check_attached(policy: Policy, params: Decoder) -> None:
     """Raises ValueError if the score reads networks or statistics that the parameters do not have."""
     needs, attention = policy.score.needs, params.layers[0].attention
     # `in` raises AttributeError for a name that an `nnx.Dict` of flax 0.12.4 lacks.
-    name, held, statistics = needs.gates, dict(attention.gates), dict(attention.statistics)
-    if name and name not in held:
-        has = f"have those of {', '.join(held)}" if held else "have none"
-        raise ValueError(
-            f"{policy.score} reads gates of {name!r}, and the parameters {has}: expected "
-            "params = kvjax.with_gates(params, FOLDER)"
-        )
-    if name in dict(params.gates):
-        there, shapes = params.gates[name].shape[0], [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((1, 1), (1,))]
-        run = max(part.tokens.shape[1] for part in jax.eval_shape(partial(policy.score.passes, texts=()), *shapes))
-        if run > there:
+    held, statistics = dict(attention.gates), dict(attention.statistics)
+    readers = [(policy.score, needs.gates), *((own, own.gates) for own in (policy.learned,) if own is not None)]
+    for reader, name in readers:
+        if name and name not in held:
+            has = f"have those of {', '.join(held)}" if held else "have none"
             raise ValueError(
-                f"{policy.score} runs {run} learned tokens, and the gates of {name!r} have {there}: expected at most "
-                f"{there}"
+                f"{reader} reads gates of {name!r}, and the parameters {has}: expected "
+                "params = kvjax.with_gates(params, FOLDER)"
             )
+        if name in dict(params.gates):
+            there, run = params.gates[name].shape[0], _learned_tokens(policy, reader)
+            if run > there:
+                raise ValueError(
+                    f"{reader} runs {run} learned tokens, and the gates of {name!r} have {there}: expected at most "
+                    f"{there}"
+                )
     if missing := [name for name in needs.statistics if name not in statistics]:
         has = f"have {', '.join(statistics)}" if statistics else "have none"
         raise ValueError(
             f"{policy.score} reads the statistics {', '.join(missing)}, and the parameters {has}: expected "
             "params = kvjax.with_statistics(params, FOLDER)"
         )
+
+
+def _learned_tokens(policy: Policy, reader: Any) -> int:
+    """Returns the number of learned tokens that a part of the policy runs."""
+    if reader is policy.learned:
+        return policy.learned_count
+    shapes = [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((1, 1), (1,))]
+    return max(part.tokens.shape[1] for part in jax.eval_shape(partial(policy.score.passes, texts=()), *shapes))

@@ -39,7 +39,7 @@ Change: TypeAlias = Callable[[Policy], Policy | None]
 Budget: TypeAlias = int | float
 
 # Presets that read gates or statistics of one model.
-ATTACHED = ("kvzap", "fastkvzip", "lookaheadkv", "qfilter", "expected_attention_stats", "triattention")
+ATTACHED = ("kvzap", "fastkvzip", "lookaheadkv", "restorekv", "qfilter", "expected_attention_stats", "triattention")
 UNINSTRUCTED = ",score.instruction='',score.starting='',score.suffix=''"
 LEFT_OUT = ("simlayerkv", "fastgen", "dms", "quantize", "think", "zipcache", "headkv", "lukv", "per_layer")
 

@@ -126,7 +126,7 @@ def test_parameters_may_have_statistics_of_several_folders_and_gates(tmp_path):
     np.testing.assert_array_equal(
         attention.statistics["query_mean"][...], tiny.random_statistics(config)["query_mean"][0]
     )
-    assert sorted(attention.gates) == ["fastkvzip", "kvzap", "lookaheadkv"]
+    assert sorted(attention.gates) == ["fastkvzip", "kvzap", "lookaheadkv", "restorekv"]
 
 
 @pytest.mark.slow

@@ -45,7 +45,8 @@ def decoder(
     params = Decoder(config, nnx.Rngs(0))
     if not gates:
         return params
-    for each in (*random_gates(len(windows), kv_heads, heads // kv_heads), learned_tokens(config)):
+    learned = (learned_tokens(config, method=method) for method in ("lookaheadkv", "restorekv"))
+    for each in (*random_gates(len(windows), kv_heads, heads // kv_heads), *learned):
         params = kvjax.with_gates(params, each)
     return kvjax.with_statistics(params, random_statistics(config))
 
@@ -98,10 +99,10 @@ def random_gates(layers: int, kv_heads: int, group: int, width: int = 32) -> tup
     return tuple(drawn_gates(rng, method, own, layers, 1.0) for method, own in sizes.items())
 
 
-def learned_tokens(config: DecoderConfig, count: int = 5) -> Gates:
+def learned_tokens(config: DecoderConfig, count: int = 5, method: str = "lookaheadkv") -> Gates:
     """Random learned tokens and adapters of rank 2."""
     sizes = {**adapter_sizes(config), "rank": 2, "tokens": count}
-    return drawn_gates(np.random.default_rng(3), "lookaheadkv", sizes, config.num_layers, 0.3)
+    return drawn_gates(np.random.default_rng(3), method, sizes, config.num_layers, 0.3)
 
 
 def drawn_gates(

@@ -1,4 +1,4 @@
-"""Attention for tokens that follow a prompt and leave no entries, only what a score has observed."""
+"""Attention for tokens that follow a prompt: they leave what a score has observed, or their entries."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ class Replaying:
     Attributes:
         policy: its score observes the pass.
         instead: attends without a score, as `kvjax.policy.Replay` describes it; None attends and observes.
+        leaves: whether it attends without a score, and returns the tokens' own entries in place of the prompt's.
     """
 
     policy: Policy
     instead: Callable[..., Array] | None = None
+    leaves: bool = False
 
     def of_layers(self, first: int, count: int) -> Replaying:
         """Returns the same attention for some layers over their own entries."""
@@ -66,10 +68,14 @@ class Replaying:
             q = layer.rope.grown(q, positions)
             old, unrotated = entries.layer(i, 0), q
             q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
-            held = followed(policy, old, k, v, positions)
+            own = following(policy, old, k, v, positions)
+            held = old.append(own).plain()
             if self.instead is not None:
                 return self.instead(layer, q, k, v, positions, held), entries
-            context, lse, found = attention(layer, heads, q, held, positions, "replays", needs.wishes)
+            wishes = () if self.leaves else needs.wishes
+            context, lse, found = attention(layer, heads, q, held, positions, "replays", wishes)
+            if self.leaves:
+                return context, entries.with_layer(i, own)
             attended = partial(
                 Attended,
                 positions=positions,
@@ -91,15 +97,14 @@ class Replaying:
         return attend
 
 
-def followed(
+def following(
     policy: Policy,
     old: Slots,
     k: Float[Array, "B H W D"],
     v: Float[Array, "B H W D"],
     positions: Int[Array, "B W"],
 ) -> Slots:
-    """Appends the entries of a pass to a layer's: `k` after RoPE and `v`, both as the storage rounds them."""
+    """Returns the entries of a pass behind a layer's: `k` after RoPE and `v`, both as the storage rounds them."""
     state = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], k.shape[2]), x.dtype), old.per_slot)
     at = jnp.broadcast_to(positions[:, None], k.shape[:3])
-    own = Slots(policy.storage.store(k), policy.storage.store(v), at, old.capacity, state)
-    return old.append(own).plain()
+    return Slots(policy.storage.store(k), policy.storage.store(v), at, old.capacity, state)

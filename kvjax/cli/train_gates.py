@@ -22,6 +22,7 @@ class Method(StrEnum):
     fastkvzip = "fastkvzip"
     duo_attention = "duo_attention"
     lookaheadkv = "lookaheadkv"
+    restorekv = "restorekv"
 
 
 def train_gates(
@@ -45,10 +46,19 @@ def train_gates(
     recent: Annotated[
         int | None, typer.Option(help="duo_attention: most recent tokens that streaming heads see. Default: 256.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="lookaheadkv: learned tokens. Default: 32.")] = None,
-    rank: Annotated[int | None, typer.Option(help="lookaheadkv: rank of the adapters. Default: 8.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="lookaheadkv, restorekv: learned tokens. Default: 32, restorekv: 8.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="lookaheadkv, restorekv: rank of the adapters. Default: 8.")] = None,
     answer: Annotated[
-        int | None, typer.Option(help="lookaheadkv: tokens of the model's answer to each text. Default: 32.")
+        int | None, typer.Option(help="lookaheadkv, restorekv: tokens of the model's answer to a text. Default: 32.")
+    ] = None,
+    question: Annotated[
+        int | None,
+        typer.Option(help="restorekv: last tokens of a text, which are read behind the compressed cache. Default: 16."),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="restorekv: the policy that compresses texts. Default: kvzip:budget=0.1.")
     ] = None,
     distinct: Annotated[
         int | None,
@@ -73,7 +83,8 @@ def train_gates(
     rate = training.learning_rate if learning_rate is None else learning_rate
     recipe = Recipe(steps, batch, length, rate, seed, distinct)
     check_size("save_every", save_every)
-    options = {"inner": inner, "sinks": sinks, "recent": recent, "tokens": tokens, "rank": rank, "answer": answer}
+    options: dict[str, int | str | None] = {"inner": inner, "sinks": sinks, "recent": recent, "tokens": tokens}
+    options |= {"rank": rank, "answer": answer, "question": question, "base": base}
     given = {name: value for name, value in options.items() if value is not None}
     check_options(method.value, given)
     check_training(out)

@@ -164,9 +164,10 @@ class Plans:
 
     @property
     def longest(self) -> int:
-        """The most entries that any head retains of a prompt."""
+        """The most entries that any head has once a prompt has been read."""
         layers, size = len(self.empty.kept), self.sizes.prompt
-        return max([size, *(self.policy.slots(i, size, layers) or 0 for i in range(layers))])
+        most = max([size, *(self.policy.slots(i, size, layers) or 0 for i in range(layers))])
+        return most + self.policy.learned_count
 
     @property
     def begin(self) -> dict[str, Any]:

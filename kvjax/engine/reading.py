@@ -99,8 +99,7 @@ class Reader:
 
     def question(self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"], store: CacheStore) -> Pieces[Read]:
         """Reads a question after a prefix, which is read first unless it is stored."""
-        key = store.key(prefix)
-        stored = store.get(key)
+        stored = store.get(prefix)
         if stored is not None:
             cache, cached = self.plans.put_row(stored.cache), prefix.size
             if stored.free is None:
@@ -111,7 +110,7 @@ class Reader:
             stored.start()
             yield
             stored.settle()
-            store.put(key, stored)
+            store.put(store.key(prefix), stored)
         return (yield from self._after(prompt, cache))._replace(cached=cached)
 
     def continued(self, tokens: Int[np.ndarray, "N"], stored: Stored) -> Pieces[Read]:

@@ -121,9 +121,13 @@ class CacheStore:
                 self._entries.move_to_end(key)
             return found
 
-    def get(self, key: str) -> Stored | None:
-        """The cache of this name, in memory or on disk, which becomes the most recently used one; None without one."""
-        found = self._entries[key] if self.use(key) else self._from_disk(key)
+    def get(self, tokens: Int[np.ndarray, "N"]) -> Stored | None:
+        """The cache that has seen these tokens, in memory or on disk, which becomes the most recently used one.
+
+        None without one.
+        """
+        key = self.key(tokens)
+        found = self._entries[key] if self.use(key) else self._from_disk(key, tokens.size)
         if found is None:
             self.misses += 1
         else:
@@ -155,7 +159,7 @@ class CacheStore:
             self._lengths[stored.length] += 1
             self.nbytes += stored.nbytes
 
-    def _from_disk(self, key: str) -> Stored | None:
+    def _from_disk(self, key: str, length: int) -> Stored | None:
         """The cache that an engine wrote earlier. A damaged one is removed, and read again."""
         if self._folder is None or not (self._folder / key).is_dir():
             return None
@@ -164,7 +168,7 @@ class CacheStore:
         except ValueError:
             shutil.rmtree(self._folder / key, ignore_errors=True)
             return None
-        return Stored(int(cache.length[0]), cache)
+        return Stored(length, cache)
 
 
 def _bytes(tokens: Int[np.ndarray, "N"]) -> bytes:

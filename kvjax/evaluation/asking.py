@@ -141,7 +141,7 @@ class Asker:
         clock, waiting = Clock(), Waiting(self.rows)
         states = [_Answering(batch, {}) for _ in policies]
         for i, column, asks, cache in self._read(batch, policies, clock):
-            kept, shown = fetch(_kept(cache)), _shown(batch, cache)
+            kept, shown = fetch(_kept(cache)), _shown(batch, asks, cache)
             facts = [_facts(kept[row], cache) | shown.get(row, {}) for row in range(len(batch.readings))]
             read, compiled = (clock.seconds.pop(name, 0.0) for name in ("prefill", "compile"))  # of this policy alone
             states[i].took += Took(read_seconds=read, compile_seconds=compiled)
@@ -184,7 +184,7 @@ class Asker:
             for batch in batches:
                 state = _Open(batch, left=sum(len(reading.asks) for reading in batch.readings))
                 for _, column, asks, cache in self._read(batch, [policy], reading):
-                    kept, shown, turn = fetch(_kept(cache)), _shown(batch, cache), Clock()
+                    kept, shown, turn = fetch(_kept(cache)), _shown(batch, asks, cache), Clock()
                     names = [_Asked(state, row, column) for row in range(len(batch.readings))]
                     made = ReadBatch.of(self.params, names=names, clock=turn, **self._options(cache, asks, batch))
                     for row, name in enumerate(names):
@@ -301,7 +301,7 @@ def _facts(kept: Float[np.ndarray, "L"], cache: KVCache) -> dict[str, Any]:
     return {"kept": counts, "kv_bytes": cache.nbytes // cache.batch_size}
 
 
-def _shown(batch: ReadingBatch, cache: KVCache) -> dict[int, dict[str, Any]]:
+def _shown(batch: ReadingBatch, asks: Sequence[Ask], cache: KVCache) -> dict[int, dict[str, Any]]:
     """Returns what is recorded of the rows with the first example of a task, beside the facts of all rows.
 
     A digit stands for each token: 0 if no kv head of any layer has an entry of it, 9 if all have; rounded up.
@@ -309,7 +309,8 @@ def _shown(batch: ReadingBatch, cache: KVCache) -> dict[int, dict[str, Any]]:
     rows = [row for row, reading in enumerate(batch.readings) if reading.asks[0].item.pieces]
     if not rows:
         return {}
-    heads, lengths = sum(heads.number for heads in cache.entries.heads), fetch(cache.length)
+    heads = sum(heads.number for heads in cache.entries.heads)
+    lengths = [reading.prompt.size + ask.lead.size for reading, ask in zip(batch.readings, asks, strict=False)]
     shares = cache.retained_mask().sum(axis=(1, 2)) / heads
     digits = np.ceil(9 * shares).astype(int).astype(str)
     return {row: {"retained": "".join(digits[row, : lengths[row]])} for row in rows}

@@ -111,16 +111,18 @@ def _normed(x: Float[Array, "... C"], scale: Float[Array, "C"]) -> Float[Array, 
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPSILON) * scale.astype(jnp.float32)
 
 
+LEARNED = Form(
+    {name: name == "mlp_dim" for name in ("input_dim", "query_dim", "kv_dim", "mlp_dim", "rank", "tokens")},
+    adapter_shapes,
+    None,
+    learned=lambda sizes: (sizes["tokens"] or 0, sizes["input_dim"] or 0),
+)
 FORMS = {
     "kvzap": Form({"input_dim": False, "output_dim": False, "hidden_dim": True}, _kvzap_shapes, _kvzap, signed=True),
     "fastkvzip": Form(
         {name: False for name in ("input_dim", "nhead", "ngroup", "output_dim", "sink")}, _fastkvzip_shapes, _fastkvzip
     ),
     "duo_attention": Form({"output_dim": False}, lambda sizes: {"gates": (sizes["output_dim"] or 0,)}, None),
-    "lookaheadkv": Form(
-        {name: name == "mlp_dim" for name in ("input_dim", "query_dim", "kv_dim", "mlp_dim", "rank", "tokens")},
-        adapter_shapes,
-        None,
-        learned=lambda sizes: (sizes["tokens"] or 0, sizes["input_dim"] or 0),
-    ),
+    "lookaheadkv": LEARNED,
+    "restorekv": LEARNED,
 }

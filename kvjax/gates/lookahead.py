@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attend.causal import causal
-from kvjax.attend.positions import rotated
 from kvjax.files.texts import Stream
 from kvjax.generate import generate
 from kvjax.models import Attend, AttentionLayer, Decoder, embedded
-from kvjax.pallas_kernels import capped
 
 from .adapters import adapted, adapter_sizes
+from .attending import behind, turned, weights
 from .objective import Objective, Recipe, Weights
-from .reconstruction import random_weights
+from .reconstruction import silent
 
 LEAST = 1e-9  # smaller importances count as this one, so that logarithms are finite
 
@@ -61,11 +59,7 @@ def divergence(
     sizes = {**adapter_sizes(config), "rank": rank, "tokens": tokens}
 
     def initial() -> Weights:
-        drawn = random_weights("lookaheadkv", sizes, config.num_layers, recipe.seed)
-        silent = [{name: x * ("lora_B" not in name) for name, x in layer.items()} for layer in drawn]
-        ids = np.random.default_rng(recipe.seed).integers(0, config.vocab_size, tokens)
-        own = params.embed[...][ids].astype(jnp.float32) * config.embedding_scale
-        return ({**silent[0], "tokens": own}, *silent[1:])
+        return silent("lookaheadkv", params, sizes, recipe.seed)
 
     def batch(step: int) -> Batch:
         prompts = stream.endings(recipe.batch, length, np.random.default_rng([recipe.seed, step]))
@@ -73,15 +67,15 @@ def divergence(
         answers = np.pad(np.maximum(out.tokens, 0), ((0, 0), (0, answer - out.tokens.shape[1])))
         return np.concatenate([prompts, answers], axis=1), np.asarray(out.lengths, np.int32)
 
-    def loss(weights: Weights, params: Decoder, batch: Batch) -> Float[Array, ""]:
+    def loss(gates: Weights, params: Decoder, batch: Batch) -> Float[Array, ""]:
         text, counts = map(jnp.asarray, batch)
         real = jnp.arange(answer) < counts[:, None]
         positions = jnp.broadcast_to(jnp.arange(length + answer), text.shape)
-        behind = jnp.broadcast_to(length + jnp.arange(tokens), (len(text), tokens))
+        ahead = jnp.broadcast_to(length + jnp.arange(tokens), (len(text), tokens))
         x = embedded(params.embed, text, config.embedding_scale)
-        z = jnp.broadcast_to(weights[0]["tokens"].astype(x.dtype), (len(text), tokens, config.hidden_size))
+        z = jnp.broadcast_to(gates[0]["tokens"].astype(x.dtype), (len(text), tokens, config.hidden_size))
         divergences = []
-        for layer, record, own in zip(params.layers, params.attention_layers, weights, strict=True):
+        for layer, record, own in zip(params.layers, params.attention_layers, gates, strict=True):
             prompt, states = layer.recur(x[:, :length])
             answers, _ = layer.recur(x[:, length:], states=states)
             seen: list[Any] = []
@@ -89,7 +83,8 @@ def divergence(
             x, _ = layer(jnp.concatenate([prompt, answers], axis=1), record, attend, None)
             keys, values, wanted = seen
             z, _ = layer.recur(z, states=states)
-            z, found = adapted(layer, own)(z, record, _looking_ahead(behind, keys, values), None)
+            z, (found, *_) = adapted(layer, own)(z, record, behind(ahead, keys, values, positions[:, :length]), None)
+            found = _importance(found[..., :length])
             divergences.append(jnp.mean(jnp.sum(wanted * jnp.log(wanted / found), axis=-1)))
         return jnp.mean(jnp.stack(divergences))
 
@@ -110,63 +105,13 @@ def _answering(positions: Int[Array, "B T"], real: Bool[Array, "B A"], seen: lis
         v: Float[Array, "B H T D"],
         cache: Any,
     ) -> tuple[Float[Array, "B Hq T D"], Any]:
-        keys = _turned(layer, k, positions)
-        queries = _turned(layer, layer.rope.grown(q, positions)[:, :, length:], positions[:, length:])
-        weights = _weights(layer, queries, keys, positions[:, length:], positions)
-        seen.extend(
-            (keys[:, :, :length], v[:, :, :length], _importance(weights[..., :length] * real[:, None, :, None]))
-        )
+        keys = turned(layer, k, positions)
+        queries = turned(layer, layer.rope.grown(q, positions)[:, :, length:], positions[:, length:])
+        found = weights(layer, queries, keys, positions[:, length:], positions)
+        seen.extend((keys[:, :, :length], v[:, :, :length], _importance(found[..., :length] * real[:, None, :, None])))
         return plain(layer, q, k, v, cache)
 
     return attend
-
-
-def _looking_ahead(behind: Int[Array, "B W"], keys: Float[Array, "B H N D"], values: Float[Array, "B H N D"]) -> Attend:
-    """Attention of learned tokens over a prompt and themselves; in place of a cache, the importance [B, Hq, N]."""
-
-    def attend(
-        layer: AttentionLayer,
-        q: Float[Array, "B Hq W D"],
-        k: Float[Array, "B H W D"],
-        v: Float[Array, "B H W D"],
-        cache: Any,
-    ) -> tuple[Float[Array, "B Hq W D"], Any]:
-        B, N = len(behind), keys.shape[2]
-        positions = jnp.concatenate([jnp.broadcast_to(jnp.arange(N), (B, N)), behind], axis=1)
-        queries = _turned(layer, layer.rope.grown(q, behind), behind)
-        all_keys = jnp.concatenate([keys, _turned(layer, k, behind)], axis=2)
-        weights = _weights(layer, queries, all_keys, behind, positions)
-        grouped = weights.astype(v.dtype).reshape(B, k.shape[1], -1, *weights.shape[2:])
-        context = jnp.einsum("BHGWM,BHMD->BHGWD", grouped, jnp.concatenate([values, v], axis=2))
-        return context.reshape(q.shape), _importance(weights[..., :N])
-
-    return attend
-
-
-def _turned(layer: AttentionLayer, x: Float[Array, "B H N D"], positions: Int[Array, "B N"]) -> Float[Array, "B H N D"]:
-    """Rotates queries or keys to their positions."""
-    rope = layer.rope.row_frequencies(x.shape[-1], jnp.max(positions, axis=1) + 1)
-    return rotated(layer, x, positions[:, None], rope)
-
-
-def _weights(
-    layer: AttentionLayer,
-    q: Float[Array, "B Hq W D"],
-    k: Float[Array, "B H M D"],
-    at: Int[Array, "B W"],
-    of: Int[Array, "B M"],
-) -> Float[Array, "B Hq W M"]:
-    """The float32 attention weights of rotated queries at some positions on rotated keys of others."""
-    B, Hq, W, D = q.shape
-    grouped = q.reshape(B, k.shape[1], -1, W, D)
-    logits = jnp.einsum("BHGWD,BHMD->BHGWM", grouped, k, preferred_element_type=jnp.float32).reshape(B, Hq, W, -1)
-    distance = at[:, None, :, None] - of[:, None, None]
-    visible = (distance >= 0) & (distance < (layer.window or jnp.inf))
-    logits = jnp.where(visible, capped(logits * layer.scale, layer.softcap), -jnp.inf)
-    if layer.sinks is None:
-        return jax.nn.softmax(logits, axis=-1)
-    sinks = jnp.broadcast_to(layer.sinks.astype(jnp.float32)[:, None, None], (B, Hq, W, 1))
-    return jax.nn.softmax(jnp.concatenate([logits, sinks], axis=-1), axis=-1)[..., :-1]
 
 
 def _importance(weights: Float[Array, "B Hq W N"]) -> Float[Array, "B Hq N"]:

@@ -15,6 +15,7 @@ from .lookahead import divergence
 from .mixing import distillation
 from .objective import Objective, Recipe
 from .reconstruction import cross_entropy, log_scores
+from .restoration import restoration
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,12 @@ class Training:
     Attributes:
         objective: makes what is minimised, from the model, the recipe, the stream, the tokenizer and the options.
         learning_rate: the default of the recipe's.
-        options: the settings that the method alone has, each with the smallest integer that it accepts.
+        options: the settings that not all methods have, each with the smallest integer that it accepts; None for text.
     """
 
     objective: Callable[..., Objective]
     learning_rate: float
-    options: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, int | None] = field(default_factory=dict)
 
 
 def _of_width(params: Decoder, recipe: Recipe, stream: Stream, tokenizer: Any, inner: int | None = None) -> Objective:
@@ -43,13 +44,16 @@ TRAININGS: dict[str, Training] = {
     "fastkvzip": Training(cross_entropy, 1e-3),
     "duo_attention": Training(distillation, 0.02, {"sinks": 0, "recent": 1}),
     "lookaheadkv": Training(divergence, 1e-3, {"tokens": 1, "rank": 1, "answer": 1}),
+    "restorekv": Training(restoration, 1e-3, {"tokens": 1, "rank": 1, "question": 1, "answer": 1, "base": None}),
 }
 
 
-def check_options(method: str, options: Mapping[str, int]) -> None:
+def check_options(method: str, options: Mapping[str, int | str]) -> None:
     """Raises ValueError for an option that the method does not have, or a value that it does not accept."""
     for name, value in options.items():
-        owner, least = next((owner, own.options[name]) for owner, own in TRAININGS.items() if name in own.options)
-        if owner != method:
-            raise ValueError(f"{name}={shown(value)} with method={method}: expected no {name}, which {owner} alone has")
-        check_integer(name, value, least)
+        owners = [owner for owner, own in TRAININGS.items() if name in own.options]
+        if method not in owners:
+            alone = f"{' and '.join(owners)} alone {'have' if len(owners) > 1 else 'has'}"
+            raise ValueError(f"{name}={shown(value)} with method={method}: expected no {name}, which {alone}")
+        if (least := TRAININGS[method].options[name]) is not None:
+            check_integer(name, value, least)

@@ -104,6 +104,16 @@ def random_weights(method: str, sizes: Mapping[str, int | None], layers: int, se
     return tuple({name: drawn_tensor(shape) for name, shape in shapes.items()} for shapes in each)
 
 
+def silent(method: str, params: Decoder, sizes: Mapping[str, int | None], seed: int) -> Weights:
+    """Draws learned tokens, which are embeddings of random tokens, and adapters without an effect."""
+    config = params.config
+    layers = random_weights(method, sizes, config.num_layers, seed)
+    first, *others = ({name: x * ("lora_B" not in name) for name, x in layer.items()} for layer in layers)
+    ids = np.random.default_rng(seed).integers(0, config.vocab_size, sizes["tokens"])
+    own = params.embed[...][ids].astype(jnp.float32) * config.embedding_scale
+    return ({**first, "tokens": own}, *others)
+
+
 def drawn(params: Decoder, recipe: Recipe, stream: Stream, tokenizer: Any, step: int) -> Batch:
     """The batch of a step: hidden states and KVzip's scores of windows of the stream."""
     tokens = stream.windows(recipe.batch, recipe.length, np.random.default_rng([recipe.seed, step]))

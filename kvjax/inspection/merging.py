@@ -22,6 +22,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import PLAIN, Moment, Policy
 from kvjax.reading.allocate import allocate, pool_rows
+from kvjax.reading.beside import Beside, with_learned
 from kvjax.reading.room import plan_read
 
 NOWHERE = -1
@@ -55,8 +56,13 @@ def into_at_prompt(params: Decoder, full: KVCache) -> Any:
 def _at_prompt(params: Decoder, full: KVCache, *, rows: int, slots: tuple[int, ...]) -> Any:
     cache = _plain(full)
     if cache.policy.allocates:
-        return _followed(partial(allocate, params, rows=rows, room=0), cache)
+        return _followed(partial(_allocated, params, rows=rows), cache)
     return _followed(partial(_compressed, params, slots=slots), cache)
+
+
+def _allocated(params: Decoder, cache: KVCache, *, rows: int) -> KVCache:
+    paid, _ = with_learned(params, cache)
+    return allocate(params, paid, Beside.nothing(paid), rows=rows, room=0)
 
 
 def _compressed(params: Decoder, cache: KVCache, *, slots: Sequence[int]) -> KVCache:

@@ -111,7 +111,8 @@ def record(
         uncompressed = replayed(params, uncompressed, tokens, lengths, request.texts)
         whereabouts.append(_whereabouts(uncompressed, into_at_prompt(params, uncompressed)))
     logits, cache = read_request(params, request)
-    held = [positions_held(cache, 0)]
+    learned = range(length, int(fetch(cache.length)[0]))
+    held = [_of_text(positions_held(cache, 0), learned)]
     state = take(Decoding.begin(request.sampling, cache, size=0, log_probs=False), logits)
     answer = [_pending(state)]
     while len(answer) < max_new_tokens and fetch(state.active)[0]:
@@ -119,7 +120,7 @@ def record(
         if follows and state.cache.policy.merge.effects.at_steps:
             whereabouts.append(_whereabouts(state.cache, into_at_step(params, state.cache)))
         state = _advance(state, params)
-        held.append(positions_held(state.cache, 0))
+        held.append(_of_text(positions_held(state.cache, 0), learned))
         answer.append(_pending(state))
     tokens = np.concatenate([request.batch.tokens[0, -length:], answer]).astype(np.int32)
     left = _left(held, len(tokens) - 1, length)
@@ -142,6 +143,19 @@ def _pending(state: Decoding) -> int:
     if token == NOT_FINITE:
         raise not_finite(0, int(fetch(state.cache.length)[0]))
     return token
+
+
+def _of_text(held: Heads, learned: range) -> Heads:
+    """Returns positions that a row holds as those of its text, which learned tokens behind the prompt are not part of.
+
+    Args:
+        learned: the positions of these.
+    """
+
+    def moved(head: Int[np.ndarray, "_"]) -> Int[np.ndarray, "_"]:
+        return np.where(head < learned.start, head, head - len(learned))[~np.isin(head, learned)]
+
+    return [[moved(head) for head in layer] for layer in held] if learned else held
 
 
 def positions_held(cache: KVCache, row: int) -> Heads:

@@ -1,6 +1,7 @@
 """The language of policies: the interfaces of parts, and the policy that combines them. It knows no method."""
 
 from .budget import AllocatedBudget, Budget, Layout, check_alike, most_entries
+from .learned import LearnedTokens
 from .merge import Drop, Effects, Keep, Merge
 from .part import Part, check_choice, check_integer, check_kind, check_number, named
 from .passes import Pass, Replay, Texts
@@ -20,6 +21,7 @@ __all__ = [
     "Keep",
     "LayerShape",
     "Layout",
+    "LearnedTokens",
     "Limits",
     "Merge",
     "Moment",

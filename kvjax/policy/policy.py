@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import UNLIMITED, Slots
 
 from .budget import Budget, most_entries
+from .learned import LearnedTokens
 from .merge import Drop, Merge
 from .part import Part, check_choice, check_integer, check_kind, named
 from .score import LayerShape, Moment, Score
@@ -92,6 +93,7 @@ class Policy:
         positions: "original" keeps RoPE at each token's own position. "in_cache" rotates keys to their place among the
             retained entries (StreamingLLM), for which they are cached before rotation.
         storage: the form in which keys and values are held. Parts always see arrays.
+        learned: learned tokens whose entries take a part of the budget; None for none.
     """
 
     score: Score
@@ -102,6 +104,7 @@ class Policy:
     every: int | None = None
     positions: Literal["original", "in_cache"] = "original"
     storage: Storage = PLAIN
+    learned: LearnedTokens | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("score", Score), ("budget", Budget), ("select", Select), ("merge", Merge)):
@@ -126,12 +129,13 @@ class Policy:
                 f"change, and the merge {_name(self.merge)} changes them; with every={self.every} they cannot be "
                 "combined"
             )
-        for part in (self.score, self.budget, self.select, self.merge, self.storage):
+        for part in filter(None, (self.score, self.budget, self.select, self.merge, self.storage, self.learned)):
             with named(_name(part)):
                 part.check(self)
         smallest = self.budget.smallest
         if smallest is not None and smallest < self.minimum:
             given = {"sinks": self.protect.sinks, "recent": self.protect.recent, "every": self.every}
+            given["learned"] = self.learned_count
             terms = [f"{name}={value}" for name, value in given.items() if value] + ["1"] * (self.every is None)
             raise ValueError(
                 f"a budget of {smallest} entries: expected {self.minimum} or more, which is {' + '.join(terms)}"
@@ -154,8 +158,13 @@ class Policy:
 
     @property
     def minimum(self) -> int:
-        """The smallest capacity a row may have: the protected entries and those that a step evicts."""
-        return self.protect.minimum(self.every or 1)
+        """The smallest capacity a row may have: the learned and protected entries and those that a step evicts."""
+        return self.protect.minimum(self.every or 1) + self.learned_count
+
+    @property
+    def learned_count(self) -> int:
+        """The number of learned tokens, 0 without any."""
+        return 0 if self.learned is None else self.learned.count
 
     def limited(self, layer: int) -> bool:
         """Returns whether a layer has a budget at all."""

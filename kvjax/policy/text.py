@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from kvjax.checks import did_you_mean, shown
 from kvjax.pallas_kernels import Reduction
 
+from .learned import LearnedTokens
 from .merge import Drop
 from .part import Part
 from .policy import Policy, Protect
@@ -20,7 +21,7 @@ from .storage import Storage
 Presets: TypeAlias = Mapping[str, Callable[..., Policy]]
 Options: TypeAlias = Mapping[str, inspect.Parameter]
 
-_OTHERS = {part.__name__: part for part in (Drop, Policy, Protect, Reduction, Storage, TopTokens)}
+_OTHERS = {part.__name__: part for part in (Drop, LearnedTokens, Policy, Protect, Reduction, Storage, TopTokens)}
 
 
 def parse(text: str, presets: Presets, parts: Mapping[str, type[Part]]) -> Policy:

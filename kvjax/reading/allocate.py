@@ -18,10 +18,11 @@ from kvjax.cache import UNLIMITED, Segments, Slots, empty_pool
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.heads import Heads
 from kvjax.models import AttentionLayer, Decoder
-from kvjax.pallas_kernels import PAGE
+from kvjax.pallas_kernels import PAGE, compact
 from kvjax.policy import Moment, Policy
 from kvjax.runtime.clock import Run, run_at_once
 
+from .beside import Beside, with_learned
 from .layers import facts_of
 from .room import occupied_slots
 
@@ -42,7 +43,8 @@ def allocated(
     if not begins:
         kept = tuple(max(most or 0, now) for most, now in zip(kept, cache.entries.bounds, strict=True))
     rows = pool_rows(policy, kept, cache.entries.heads[0].number, room)
-    cache = allocate(params, cache, rows=rows, room=room, run=run)
+    cache, beside = with_learned(params, cache, run=run)
+    cache = allocate(params, cache, beside, rows=rows, room=room, run=run)
     if not shows_whole_segments(policy) or isinstance(cache.length, jax.core.Tracer):
         return cache
     if longest is None:
@@ -84,12 +86,15 @@ def laid_out(policy: Policy, layers: int, kv_heads: int, heads: Heads) -> tuple[
     return lanes, growing_segments(policy, layers, kv_heads // lanes)
 
 
-def allocate(params: Decoder, cache: KVCache, *, rows: int, room: int, run: Run = run_at_once) -> KVCache:
+def allocate(
+    params: Decoder, cache: KVCache, beside: Beside, *, rows: int, room: int, run: Run = run_at_once
+) -> KVCache:
     """Returns the cache of a prompt that has been read to its end, compressed to each head's number of entries.
 
     A program scores a layer, one divides the budget, and one puts a layer into the pool. Layers of a kind share theirs.
 
     Args:
+        beside: what is cached in any case, and is not scored.
         rows: of each lane of the pool, from `pool_rows`.
         room: the number of slots for tokens to come in each segment that grows.
         run: how programs are run.
@@ -98,11 +103,13 @@ def allocate(params: Decoder, cache: KVCache, *, rows: int, room: int, run: Run 
     layers, facts = tuple(cache.entries), facts_of(params.config)
     own = [(np.int32(i), layer.attention, behind) for i, layer in enumerate(params.layers)]
     scores = [run(compared, layer, *own[i], facts=facts[i], **fixed) for i, layer in enumerate(layers)]
-    counts, pool = run(divided, layers, scores, cache.length, **fixed, rows=rows, room=room)
-    for i, given in enumerate(zip(layers, scores, counts, strict=True)):
+    others = [None if held is None else Slots.only(positions=held.positions) for held in beside.entries]
+    counts, pool = run(divided, layers, scores, others, cache.length, **fixed, rows=rows, room=room)
+    for i, given in enumerate(zip(layers, scores, counts, beside.entries, strict=True)):
         pool = pool.with_layers(i, run(placed, pool.of_layers(i, 1), given, *own[i], facts=facts[i], **fixed))
     # Later turns compress segments to their own capacities.
-    return replace(cache, entries=pool, kept=(UNLIMITED,) * len(layers), filled=True)
+    kept = (UNLIMITED,) * len(layers)
+    return replace(cache, entries=pool, length=beside.next_position, kept=kept, filled=True)
 
 
 @partial(jax.jit, static_argnames=("facts", "policy", "mesh"))
@@ -138,6 +145,7 @@ def compared(
 def divided(
     layers: Sequence[Slots],
     scores: Sequence[Slots],
+    others: Sequence[Slots | None],
     next_position: Int[Array, "B"],
     *,
     policy: Policy,
@@ -145,22 +153,28 @@ def divided(
     rows: int,
     room: int,
 ) -> tuple[list[Slots], Segments]:
-    """Returns the number of entries that each head of each layer retains, as `capacity`, and a pool without entries."""
+    """Returns the number of entries that each head of each layer retains, as `capacity`, and a pool without entries.
+
+    Args:
+        others: the positions of what is cached beside them.
+    """
     budget: Any = policy.budget
 
     def change(
-        _: Any, given: tuple[Sequence[Slots], Sequence[Slots]], *, next_position: Array, heads: Heads
+        _: Any, given: tuple[Sequence[Slots], Sequence[Slots], Sequence[Any]], *, next_position: Array, heads: Heads
     ) -> tuple[list[Slots], Segments]:
-        layers, scores = given[0], [layer.per_slot for layer in given[1]]
+        layers, scores, others = given[0], [layer.per_slot for layer in given[1]], given[2]
         most = max(x.shape[-1] for x in scores)
         padded = [jnp.pad(x, [(0, 0), (0, 0), (0, most - x.shape[-1])], constant_values=-jnp.inf) for x in scores]
         means = jnp.stack([layer.capacity[:, 0] for layer in layers])
         counts = list(budget.allocate(jnp.stack(padded), means, 0 if policy.every is None else policy.minimum, heads))
         lanes, growing = laid_out(policy, len(layers), layers[0].positions.shape[1], heads)
+        each = zip(layers, counts, others, strict=True)
+        used = [jnp.minimum(n, layer.occupancy) + (0 if own is None else own.occupancy) for layer, n, own in each]
         pool = empty_pool(
             layers[0] if policy.every is not None else layers[0].without_state(),
             tuple(limits(policy, *pair, next_position) for pair in zip(layers, counts, strict=True)),
-            tuple(jnp.minimum(count, layer.occupancy) for layer, count in zip(layers, counts, strict=True)),
+            tuple(used),
             lanes=lanes,
             rows=rows,
             room=room,
@@ -168,13 +182,13 @@ def divided(
         )
         return [Slots.only(capacity=count) for count in counts], pool
 
-    return over_layers(mesh, change, [], (layers, scores), next_position=next_position)
+    return over_layers(mesh, change, [], (layers, scores, others), next_position=next_position)
 
 
 @partial(jax.jit, static_argnames=("facts", "policy", "mesh"), donate_argnames="pool")
 def placed(
     pool: Segments,
-    given: tuple[Slots, Slots, Slots],
+    given: tuple[Slots, Slots, Slots, Slots | None],
     index: Int[Array, ""],
     attention: Any,
     behind: dict[str, Any],
@@ -186,13 +200,14 @@ def placed(
     """Returns the pool, as it is for one layer, with what each head of the layer retains.
 
     Args:
-        given: the layer, its scores from `compared`, and the number of entries of each head from `divided`.
+        given: the layer, its scores from `compared`, the number of entries of each head from `divided`, and what is
+            cached beside them.
         index, attention, behind, facts: as in `compared`.
     """
     budget: Any = policy.budget
 
     def change(records: Sequence[AttentionLayer], given: Any, *, heads: Heads, **behind: Any) -> Segments:
-        pool, (layer, scored, counted) = given
+        pool, (layer, scored, counted, own) = given
         scores, count = scored.per_slot, counted.capacity
         moment = Moment(layer=records[0], heads=heads, **behind)
         # The scores that were compared also choose, unless they depend on what has been allocated by now.
@@ -201,9 +216,16 @@ def placed(
         if needs_counts or budget.layout.compares_protected:
             scores = policy.rank(layer, moment, jnp.minimum(count, layer.slots))
         kept = policy.retain(layer, moment, scores, layer.slots)
-        return pool.with_layer(0, kept if policy.every is not None else kept.without_state())
+        if policy.every is None:
+            kept = kept.without_state()
+        return pool.with_layer(0, kept if own is None else _in_first_slots(kept.append(own)))
 
     return over_layers(mesh, change, [replace(facts, index=index, **attention.weights)], (pool, given), **behind)
+
+
+def _in_first_slots(entries: Slots) -> Slots:
+    """Returns the same entries in the same order, with all empty slots behind them."""
+    return entries.gather(compact(entries.positions >= 0, entries.slots))
 
 
 def limits(policy: Policy, layer: Slots, count: Int[Array, "B H"], next_position: Int[Array, "B"]) -> Int[Array, "B H"]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -60,18 +60,32 @@ def replay(params: Decoder, cache: KVCache, part: Pass, *, run: Run = run_at_onc
     """
     if part.run is not None:
         return run(_run_by_itself, params, cache, part)
+    states = _through(params, cache, part, Replaying(cache.policy), run)
+    found = (
+        replace(held, per_slot=state.per_slot, per_row=state.per_row)
+        for held, state in zip(cache.entries, states, strict=True)
+    )
+    return replace(cache, entries=Layers(tuple(found)))
+
+
+def left(params: Decoder, cache: KVCache, part: Pass, *, run: Run = run_at_once) -> list[Slots]:
+    """Returns the entries that the tokens of a pass leave in each layer, without any state. No score observes it."""
+    return list(_through(params, cache, part, Replaying(cache.policy, leaves=True), run))
+
+
+def _through(params: Decoder, cache: KVCache, part: Pass, attention: Replaying, run: Run) -> Iterator[Slots]:
+    """Runs a pass through the layers. It returns what the attention leaves of each."""
     layers = list(zip(params.layers, facts_of(params.config), strict=True))
     embed, scale = params.embed, params.config.embedding_scale
     if part.gates:
         embed, scale = params.gates[part.gates], 1.0
     x, rows = run(begin, embed, cache.length, part.tokens, part.lengths, scale=scale, mesh=cache.mesh)
-    rows, found, call = _rows(cache, part, rows["positions"]), [], Call(Replaying(cache.policy), cache.mesh)
+    rows, call = _rows(cache, part, rows["positions"]), Call(attention, cache.mesh)
     for i, (layer, facts) in enumerate(layers):
-        held, last = cache.entries.layer(i, 0), i == len(layers) - 1
-        own, fixed = (held, cache.recurrent[i]), {"facts": facts, "call": call, "gates": part.gates, "last": last}
-        x, state = run(_replay_layer, layer, np.int32(i), x, *own, rows, **fixed)
-        found.append(replace(held, per_slot=state.per_slot, per_row=state.per_row))
-    return replace(cache, entries=Layers(tuple(found)))
+        own, last = (cache.entries.layer(i, 0), cache.recurrent[i]), i == len(layers) - 1
+        fixed = {"facts": facts, "call": call, "gates": part.gates, "last": last}
+        x, found = run(_replay_layer, layer, np.int32(i), x, *own, rows, **fixed)
+        yield found
 
 
 def replayed(
@@ -102,16 +116,19 @@ def _replay_layer(
     gates: str,
     last: bool,
 ) -> tuple[Float[Array, "B W E"] | None, Slots]:
-    """Returns a pass's hidden states after a layer, unless it is the last, and the state of its score, in slots.
+    """Returns a pass's hidden states after a layer, unless it is the last, and what it leaves there, in slots.
+
+    That is the state of the score, or the entries of the pass.
 
     Args:
         gates: of the pass.
     """
     layer = layer.attention.gates[gates].adapt(layer) if gates else layer
+    attention = cast(Replaying, call.attention)
     x, after, _ = through_layer(layer, index, x, Layers((entries,)), states, rows, facts=facts, call=call)
     held = after.layer(0, 0)
     state = Slots.only(per_slot=held.per_slot, per_row=held.per_row)
-    return None if last else in_rows(x, call.mesh), state
+    return None if last else in_rows(x, call.mesh), held.without_state() if attention.leaves else state
 
 
 @jax.jit

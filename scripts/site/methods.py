@@ -68,7 +68,8 @@ def _facts(preset: Preset) -> str:
     if behind := sum(preset.replays):
         replays = f"{'twice' if behind >= PROMPT else 'once'}: {behind:,} tokens run after a prompt of {PROMPT:,}"
     asks = "must end the prompt: the last queries decide what is retained" if policy.asks_the_end else ""
-    gates = f"[gates](index.md#gates) of `{needs.gates}`" if needs.gates else ""
+    name = needs.gates or (policy.learned.gates if policy.learned else "")
+    gates = f"[gates](index.md#gates) of `{name}`" if name else ""
     statistics = f"[statistics](index.md#statistics) `{'`, `'.join(needs.statistics)}`" if needs.statistics else ""
     rows = [
         ("evicts", preset.evicts),

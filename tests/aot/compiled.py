@@ -82,9 +82,11 @@ def plan_params(config: DecoderConfig, dtype: Any, mesh: Mesh) -> Decoder:
     of_keys["ngroup"] = config.num_heads // config.num_kv_heads
     learned = {**adapter_sizes(config), "rank": 8, "tokens": 32}
     tokens = jax.ShapeDtypeStruct((32, config.hidden_size), dtype, sharding=everywhere)
-    params.gates["lookaheadkv"] = nnx.Param(tokens, eager_sharding=False)
+    of_methods = {"kvzap": of_heads, "fastkvzip": of_keys, "lookaheadkv": learned, "restorekv": learned}
+    for method in ("lookaheadkv", "restorekv"):
+        params.gates[method] = nnx.Param(tokens, eager_sharding=False)
     for layer in params.layers:
-        for method, sizes in {"kvzap": of_heads, "fastkvzip": of_keys, "lookaheadkv": learned}.items():
+        for method, sizes in of_methods.items():
             shapes = FORMS[method].shapes(sizes).items()
             tensors: Any = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for name, shape in shapes}
             layer.attention.gates[method] = Network(method, tensors)

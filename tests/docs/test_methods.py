@@ -46,6 +46,7 @@ def test_every_preset_is_in_the_index() -> None:
         ("h2o", "| state while it decodes | 4 B per slot |"),
         ("kvzip", "| reads the prompt | twice: 8,224 tokens run after a prompt of 8,192 |"),
         ("lookaheadkv", "| reads the prompt | once: 32 tokens run after a prompt of 8,192 |"),
+        ("restorekv", "| needs | [gates](index.md#gates) of `restorekv` |"),
         ("kvzap", "| needs | [gates](index.md#gates) of `kvzap` |"),
         ("attention_matching", "| state while it decodes | 4 B per slot |"),
         ("rkv", "| evicts | prompt; decoding, 128 at once |"),

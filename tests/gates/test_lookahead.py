@@ -17,8 +17,8 @@ from kvjax.gates.lookahead import divergence
 from kvjax.gates.objective import Recipe
 from kvjax.gates.training import train
 from tests import tiny
+from tests.methods.learned_rows import sequence
 from tests.methods.reference import Reader
-from tests.methods.test_lookaheadkv import attention_rows
 
 N, ANSWER, TOKENS, LENGTH = 13, 4, 3, 128
 PARAMS = tiny.decoder(4, 2, (None, None))
@@ -55,7 +55,7 @@ def test_the_loss_is_the_divergence_of_importances() -> None:
         reader = Reader(PARAMS)
         reader.read(row)
         answer = reader.weights(range(N, N + n), range(N))  # [L, H, G, W, N]
-        lookahead = attention_rows(PARAMS, gates, row[:N], TOKENS)
+        lookahead = [rows.weights[..., :N] for rows in sequence(PARAMS, gates, row[:N], TOKENS)]
         for own, ahead in zip(answer, lookahead, strict=True):
             t, s = shares(own.reshape(-1, n, N)), shares(ahead)
             found.append((t * np.log(t / s)).sum(axis=-1).mean())

@@ -188,7 +188,7 @@ def test_a_file_of_pytorch_modules(tmp_path, dtype):
 
 def test_both_kinds_of_gates_lie_beside_one_model():
     params = tiny.decoder(8, 2, gates=True)
-    assert sorted(params.layers[0].attention.gates) == ["fastkvzip", "kvzap", "lookaheadkv"]
+    assert sorted(params.layers[0].attention.gates) == ["fastkvzip", "kvzap", "lookaheadkv", "restorekv"]
     (first, second) = tiny.random_gates(1, 2, 4)
     with pytest.raises(ValueError, match="parameters have those of kvzap: expected params"):
         kvjax.prefill(with_gates(tiny.decoder(8, 2), first), ROWS, policy=fastkvzip(8, recent=2))

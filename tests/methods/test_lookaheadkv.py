@@ -25,17 +25,12 @@ from tests import tiny
 from tests.dense import assert_close
 from tests.methods import allocating
 from tests.methods.hidden import scored
-from tests.methods.reference import rotated, softmax
+from tests.methods.learned_rows import sequence
 
 OPTIONS = ("budget=12,tokens=3,recent=2,kernel=3", "budget=0.5,tokens=5,recent=1,group=max")
 SCORES = (LookaheadAttention(3), LookaheadAttention(3, "max", Pooling("max", 3)))
 SIZE, WINDOW = 24, 13
 ROWS = [np.random.default_rng(4).integers(0, tiny.VOCAB, n) for n in (24, 2, 13)]  # one shorter than the learned tokens
-MAPS = {
-    **{"self_attn.q_proj": "attention.query", "self_attn.k_proj": "attention.key"},
-    **{"self_attn.v_proj": "attention.value", "self_attn.o_proj": "attention.output"},
-    **{"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"},
-}
 
 
 @cache
@@ -46,49 +41,10 @@ def model(heads: int, kv_heads: int) -> tuple[kvjax.models.Decoder, Gates]:
     return with_gates(params, gates), gates
 
 
-def normed(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon) * scale
-
-
-def attention_rows(params, gates: Gates, row: np.ndarray, count: int) -> list[np.ndarray]:
-    """The weights [Hq, count, N] of the learned tokens on a prompt, of each layer: one sequence, two sets of matrices.
-
-    The prompt runs with the model's matrices and the learned tokens with those and the adapters' products, all at once.
-    """
-    config, N = params.config, len(row)
-    D, G = config.head_dim, config.num_heads // config.num_kv_heads
-    x = np.concatenate([np.asarray(params.embed[...], np.float64)[row], gates.layers[0]["tokens"][:count]])
-    found = []
-    for i, layer in enumerate(params.layers):
-
-        def product(x: np.ndarray, name: str, layer=layer, tensors=gates.layers[i]) -> np.ndarray:
-            part, matrix = MAPS[name].split(".")
-            own = np.asarray(getattr(getattr(layer, part), matrix)[...], np.float64)
-            own = own.reshape(x.shape[1], -1)
-            y = x @ own
-            y[N:] += x[N:] @ tensors[f"{name}.lora_A.weight"].T @ tensors[f"{name}.lora_B.weight"].T
-            return y
-
-        h = normed(x, np.asarray(layer.attention_norm.scale[...]), config.norm_epsilon)
-        q, k, v = (product(h, f"self_attn.{name}_proj").reshape(len(x), -1, D) for name in "qkv")
-        q, k = (np.stack([rotated(y[t], t, 1e4) for t in range(len(x))]) for y in (q, k))
-        t = np.arange(len(x))
-        visible = (t[:, None] >= t) & (t[:, None] - t < (config.windows[i] or len(x)))
-        logits = np.einsum("nhd,mhd->hnm", q, np.repeat(k, G, axis=1)) / np.sqrt(D)
-        weights = softmax(np.where(visible, logits, -np.inf))
-        found.append(weights[:, N:, :N])
-        context = np.einsum("hnm,mhd->nhd", weights, np.repeat(v, G, axis=1))
-        x = x + product(context.reshape(len(x), -1), "self_attn.o_proj")
-        h = normed(x, np.asarray(layer.mlp_norm.scale[...]), config.norm_epsilon)
-        gate = product(h, "mlp.gate_proj")
-        x = x + product(gate / (1 + np.exp(-gate)) * product(h, "mlp.up_proj"), "mlp.down_proj")
-    return found
-
-
 def literal(params, gates: Gates, row: np.ndarray, count: int, group: str) -> list[np.ndarray]:
     """Scores [H, N] of each layer before pooling."""
     reduced = []
-    for weights in attention_rows(params, gates, row, count):
+    for weights in (own.weights[..., : len(row)] for own in sequence(params, gates, row, count)):
         mean = weights.sum(axis=1) / np.maximum((weights > 0).sum(axis=1), 1)  # of the tokens that see an entry
         heads = mean.reshape(params.config.num_kv_heads, -1, mean.shape[-1])
         reduced.append(heads.mean(axis=1) if group == "mean" else heads.max(axis=1))

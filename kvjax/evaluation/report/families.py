@@ -36,7 +36,7 @@ def replays(policy: Policy) -> list[int]:
     texts = tuple((0,) if isinstance(text, str) else text for text in policy.score.needs.texts)
     tokens, lengths = jax.ShapeDtypeStruct((1, PROMPT), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     passes = jax.eval_shape(partial(policy.score.passes, texts=texts), tokens, lengths)
-    return [each.tokens.shape[1] for each in passes]
+    return [*(each.tokens.shape[1] for each in passes), *filter(None, (policy.learned_count,))]
 
 
 def rereads(policy: Policy) -> bool:
@@ -75,7 +75,9 @@ def families(text: str) -> tuple[str, ...]:
         "layers or heads share a budget": policy.allocates,
         "entries merge": _merges(policy),
         "the prompt is read twice": rereads(policy),
-        "trained gates or measured statistics": bool(policy.score.needs.gates or policy.score.needs.statistics),
+        "trained gates or measured statistics": bool(
+            policy.score.needs.gates or policy.score.needs.statistics or policy.learned
+        ),
         "fewer bits per entry": policy.storage != PLAIN,
     }
     changes_another = preset in PRESETS and bool(base_of(preset))
