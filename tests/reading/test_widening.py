@@ -17,7 +17,7 @@ TURN = [[5, 6, 7], [8, 9, 10], [9, 10, 11]]
 LAYERS = 5
 PYRAMID = "pyramidkv:budget=24,window=4"
 SHARES = "per_layer:base=morphkv,base.window=4,base.budget=16,shares=(1.5,0.5,1.0,0.75,1.25)"
-SIZED = "per_layer:base=chunkkv,base.budget=16,base.window=4,shares=(1.5,0.5,1.0,0.75,1.25)"
+SIZED = "per_layer:base=chunkkv,base.length=4,base.base.budget=16,base.base.window=4,shares=(1.5,0.5,1.0,0.75,1.25)"
 
 
 def both(policy: str, chunk: int | None) -> list[kvjax.KVCache]:
@@ -51,7 +51,9 @@ def test_layers_retain_what_they_would_in_their_own_slots(
                 np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize(("policy", "programs"), [("pyramidkv:budget=24,window=5", 1), pytest.param(SIZED, LAYERS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("policy", "programs"), [("pyramidkv:budget=24,window=5", 1), pytest.param(SIZED, LAYERS, marks=pytest.mark.slow)]
+)
 def test_layers_share_a_program_unless_its_size_decides(policy: str, programs: int, compiled: list[str]) -> None:
     """No other test compiles programs of these policies."""
     params = decoder(windows=(None,) * LAYERS)
