@@ -16,8 +16,9 @@ ROWS = [np.random.default_rng(b).integers(0, VOCAB, n) for b, n in enumerate((90
 TURN = [[5, 6, 7], [8, 9, 10], [9, 10, 11]]
 LAYERS = 5
 PYRAMID = "pyramidkv:budget=24,window=4"
-SHARES = "per_layer:base=morphkv,base.window=4,base.budget=16,shares=(1.5,0.5,1.0,0.75,1.25)"
-SIZED = "per_layer:base=chunkkv,base.length=4,base.base.budget=16,base.base.window=4,shares=(1.5,0.5,1.0,0.75,1.25)"
+EACH = "shares=(1.5,0.5,1.0,0.75,1.25)"
+SHARES = f"per_layer:base=morphkv,base.window=4,base.budget=16,{EACH}"
+SIZED = f"per_layer:base=chunkkv,base.length=4,base.base=snapkv,base.base.budget=16,base.base.window=4,{EACH}"
 
 
 def both(policy: str, chunk: int | None) -> list[kvjax.KVCache]:
