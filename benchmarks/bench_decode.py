@@ -223,7 +223,7 @@ class Bench:
         show(case="batch", ratio=rates[texts[1]] / rates[texts[0]], goal=">= 4.7")
 
     def _footprint(self, text: str, tokens: int, new: int) -> Footprint:
-        """The bytes of a batch of rows, of which one is read and then repeated. The sampler has four times the logits."""
+        """The bytes of a batch of rows, of which one is read and repeated. The sampler holds logits four times."""
         sizes = {"batch": 1, "length": tokens, "new_tokens": new, "dtype": self.params.embed.dtype}
         row, full = (kvjax.plan_cache(self.config, parse(name), **sizes).nbytes for name in (text, "full"))
         weights = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
