@@ -40,6 +40,7 @@ from benchmarks.aot.lower import plan_params
 from benchmarks.device_time import Kernel, has_cupti, kernels
 from kvjax import pallas_kernels
 from kvjax.decoding.loop import Decoding, decode
+from kvjax.engine.memory import Footprint, bytes_of
 from kvjax.models import Decoder, DecoderConfig, Rope
 from kvjax.policies import parse
 from kvjax.request.request import AnswerOptions, Request, read_request
@@ -77,6 +78,7 @@ class Bench:
     small: bool
     repeats: int
     layers: int | None
+    given: int | None = None
 
     @cached_property
     def config(self) -> DecoderConfig:
@@ -101,8 +103,8 @@ class Bench:
 
     @property
     def memory(self) -> int:
-        """Bytes of the device that JAX may take."""
-        return (jax.devices()[0].memory_stats() or {"bytes_limit": 1 << 30})["bytes_limit"]
+        """Bytes that are given, or bytes of the device that JAX may take."""
+        return self.given or (jax.devices()[0].memory_stats() or {"bytes_limit": 16 << 20})["bytes_limit"]
 
     def size(self, tokens: int) -> int:
         """So many tokens, or a sixteenth where all is small."""
@@ -207,21 +209,36 @@ class Bench:
         return kvjax.generate(self.params, prompt, policy=parse(text), **options).stats
 
     def batch(self) -> None:
-        tokens, new = self.size(1024), self.size(256)
-        free = 0.85 * self.memory - sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
-        rates = {}
-        for text in (
+        tokens, new, rates = self.size(1024), self.size(256), dict[str, float]()
+        texts = (
             f"snapkv:budget={tokens},window={self.size(64)}",
             f"morphkv:budget={self.size(600)},window={self.size(32)}",
-        ):
-            sizes = {"length": tokens, "new_tokens": new, "dtype": self.params.embed.dtype}
-            row = kvjax.plan_cache(self.config, parse(text), batch=1, **sizes).nbytes
-            rows = min(1 << (int(free // row).bit_length() - 1), 8 if self.small else 1024)
-            outs = [self._answer(self.prompt(rows, tokens), text, new) for _ in range(2)]
-            rates[text] = outs[-1].decode_tokens_per_second
-            show(case="batch", side=text, rows=rows, row_bytes=row, tokens_per_second=rates[text])
-        snapkv, morphkv = rates.values()
-        show(case="batch", ratio=morphkv / snapkv, goal=">= 4.7")
+        )
+        for text in texts:
+            footprint = self._footprint(text, tokens, new)
+            rows = footprint.rows_within(self.memory)
+            rates[text] = rows * (new - 1) / min(self._decoding(text, rows, tokens, new) for _ in range(2))
+            planned = {"rows": rows, "row_bytes": footprint.row, "bytes": footprint.total(rows)}
+            show(case="batch", side=text, **planned, tokens_per_second=rates[text])
+        show(case="batch", ratio=rates[texts[1]] / rates[texts[0]], goal=">= 4.7")
+
+    def _footprint(self, text: str, tokens: int, new: int) -> Footprint:
+        """The bytes of a batch of rows, of which one is read and repeated. The sampler holds logits four times."""
+        sizes = {"batch": 1, "length": tokens, "new_tokens": new, "dtype": self.params.embed.dtype}
+        row, full = (kvjax.plan_cache(self.config, parse(name), **sizes).nbytes for name in (text, "full"))
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+        return Footprint(weights, row + 4 * 4 * self.config.vocab_size, prompt=row + full, workspace=self.memory // 16)
+
+    def _decoding(self, text: str, rows: int, tokens: int, new: int) -> float:
+        """Seconds of the steps of `rows` answers to one prompt. Reading so many prompts at once takes more memory."""
+        rest = {"policy": text, "answer": AnswerOptions(new, None, 0, ())}
+        one, all_of = (Request.of(self.params, self.prompt(n, tokens), **rest) for n in (1, rows))
+        logits, cache = read_request(self.params, one)
+        state = Decoding.begin(all_of.sampling, cache.repeated(rows), size=one.room, log_probs=False)
+        inputs = jax.block_until_ready((state, jnp.repeat(logits, rows, axis=0)))
+        started = time.perf_counter()
+        jax.block_until_ready(decode(self.params, *inputs, np.int32(new)))
+        return time.perf_counter() - started
 
     def flat(self) -> None:
         text, new = f"morphkv:budget={self.size(2048)},window={self.size(32)}", self.size(256)
@@ -319,9 +336,10 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a small model and a sixteenth of all sizes, in float32")
     parser.add_argument("--layers", type=int, help="all of the model's by default")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--memory", type=bytes_of, help="such as 16MB; by default what the device has for JAX")
     given = parser.parse_args()
     set_gpu_flags()
-    bench = Bench(given.small, given.repeats, given.layers)
+    bench = Bench(given.small, given.repeats, given.layers, given.memory)
     show(device=jax.devices()[0].device_kind, jax=jax.__version__, small=given.small, layers=bench.config.num_layers)
     for case, measure in CASES.items():
         if case in given.case:

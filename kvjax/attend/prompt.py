@@ -152,8 +152,17 @@ class Reading:
                 held = replace(held, per_slot=per_slot, per_row=per_row)
             if plan is not None:
                 met_by = None if kept is None else met_keys(policy, held, moment)
-                held = expired(held, moment, lengths > 0)
-                held = finished(policy, held, moment, met_by, kept=kept, slots=slots, final=plan.final, settled=settled)
+                if old.slots and kept is None and settled is None and layer.window is None:  # no entry leaves
+                    # Attention and the score have read the slots behind the barrier, so that they change in place.
+                    joined = replace(held, keys=None, values=None)
+                    context, old, new, joined = jax.lax.optimization_barrier((context, old, new, joined))
+                    held = old.grow(slots).insert(new, joined)
+                    held = held.without_state() if forgets else held
+                else:
+                    held = expired(held, moment, lengths > 0)
+                    held = finished(
+                        policy, held, moment, met_by, kept=kept, slots=slots, final=plan.final, settled=settled
+                    )
             # Without the barrier XLA may compress all layers at the end, and hold their keys and values until then.
             context, held = jax.lax.optimization_barrier((context, held))
             return context, entries.with_layer(i, held)

@@ -11,7 +11,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.pallas_kernels import Reduction, Stored, plain, set_slot, traced_once, updated, window_scores, write_rows
+from kvjax.pallas_kernels import (
+    Reduction,
+    Stored,
+    compact,
+    plain,
+    set_slot,
+    set_slots,
+    traced_once,
+    updated,
+    window_scores,
+    write_rows,
+)
 
 
 class Settled(Protocol):
@@ -197,6 +208,28 @@ class Slots:
         if self.bias is not None and other.bias is None:
             other = replace(other, bias=jnp.zeros(other.positions.shape, self.bias.dtype))
         return self._changed(join, other)
+
+    def insert(self, new: Slots, joined: Slots) -> Slots:
+        """Returns these slots with new entries in the first empty ones of each head. Nothing that is held moves.
+
+        Keys and values of other slots are not touched, so that a program that owns them writes the new ones alone.
+
+        Args:
+            new: in order; slots without an entry come first. There must be as many empty slots as entries.
+            joined: what has become of `append(new)`, without keys and values, which have not changed.
+        """
+        (B, H, N), S = new.positions.shape, self.slots
+        empty = self.positions < 0
+        rank = jnp.arange(N) - jnp.sum(new.positions < 0, axis=-1, keepdims=True)
+        slot = jnp.take_along_axis(compact(empty, N), jnp.maximum(rank, 0), axis=-1)
+        slot = jnp.where((rank >= 0) & (slot >= 0), slot, S)
+        at = jnp.arange(B)[:, None, None], jnp.arange(H)[:, None], slot
+        source = set_slots(jnp.where(empty, -1, jnp.arange(S)), at, jnp.broadcast_to(S + jnp.arange(N), slot.shape))
+        return replace(
+            joined.gather(source),
+            keys=jax.tree.map(lambda x, y: set_slots(x, at, y), self.keys, new.keys),
+            values=jax.tree.map(lambda x, y: set_slots(x, at, y), self.values, new.values),
+        )
 
     def write(self, slot: Int[Array, "B H"], key: Stored, value: Stored, position: Int[Array, "B H"]) -> Slots:
         """Overwrites one slot per row and head, and clears its state. A slot beyond the last one writes nothing.

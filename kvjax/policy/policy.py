@@ -157,6 +157,11 @@ class Policy:
         return self.score.needs.slotwise and not self.merge.effects.at_steps
 
     @property
+    def ignores_size(self) -> bool:
+        """Tells whether a compression retains the same entries if there is room for more than the budget."""
+        return self.select.compares == "scores" and not self.merge.effects.at_prompt
+
+    @property
     def minimum(self) -> int:
         """The smallest capacity a row may have: the learned and protected entries and those that a step evicts."""
         return self.protect.minimum(self.every or 1) + self.learned_count

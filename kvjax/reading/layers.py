@@ -39,6 +39,8 @@ from kvjax.mesh.sharding import logical_sharding, rows_sharding
 from kvjax.models import Attend, AttentionLayer, Decoder, DecoderConfig, Head, RecurrentState, embedded
 from kvjax.runtime.clock import Run, run_at_once
 
+from .widening import Widths
+
 States: TypeAlias = tuple[tuple[RecurrentState, ...], ...]
 """The states of the recurrent layers before each of some layers."""
 # A program of a GPU reads so many tokens of all rows and layers together, unless it then has more layers than these.
@@ -222,7 +224,9 @@ class _Reader:
     ) -> None:
         self._layers, self._run = params.layers, run
         self._facts = facts_of(params.config)
-        self._call = Call(Reading(cache.policy, cache.policy.limits(len(self._facts)), plan), cache.mesh)
+        self._widths = None if plan is None else Widths.of(cache.policy, cache.entries, plan, self._facts)
+        wide = None if self._widths is None else self._widths.wide
+        self._call = Call(Reading(cache.policy, cache.policy.limits(len(self._facts)), wide), cache.mesh)
         self._program = read_in_place if in_place else read_some
         self.hidden, self.rows = run(
             begin, params.embed, cache.length, tokens, lengths, scale=params.config.embedding_scale, mesh=cache.mesh
@@ -233,9 +237,11 @@ class _Reader:
         """Reads the layers that come next, to which these entries belong, and returns their entries and states."""
         rows, some = self.rows | {"rope": self._rope}, slice(first, first + len(entries))
         static = {"facts": tuple(self._facts[some]), "call": self._call.of_layers(first, len(entries))}
+        if self._widths is not None:
+            entries = self._widths.widen(entries, some, self._run)
         arrays = self.hidden, entries, self._recurrent[some], rows
         self.hidden, part, states = self._run(self._program, self._layers[some], np.int32(first), *arrays, **static)
-        return part, states
+        return part if self._widths is None else self._widths.narrow(part, some, self._run), states
 
 
 def layers_at_once(tokens: int, mesh: Mesh | None) -> int:

@@ -22,6 +22,7 @@ from kvjax.models import AttentionLayer, Decoder
 from kvjax.policy import LayerShape, Moment, Policy, Together
 
 from .layers import States, facts_of, read_layers
+from .widening import resized
 
 MOST = 18  # ends that one program computes; the time to compile a program grows faster than its length
 
@@ -50,13 +51,9 @@ class End:
         return len(set(zip(self.kept, self.slots, self.settled or self.slots, strict=True))) == 1
 
     def widened(self) -> End:
-        """Gives all layers the largest layer's size, if what is retained does not depend on the size.
-
-        The number of entries that each row retains does not change.
-        """
-        free = self.policy.select.compares == "scores" and not self.policy.merge.effects.at_prompt
+        """Gives all layers the largest layer's size, if what is retained does not depend on the size."""
         limits = [most for most in self.kept if most is not None]
-        if not free or len(limits) < len(self.kept) or self.settled:
+        if not self.policy.ignores_size or len(limits) < len(self.kept) or self.settled:
             return self
         return replace(self, kept=(max(limits),) * len(limits), slots=(max(self.slots),) * len(limits))
 
@@ -107,7 +104,7 @@ def read_to_end(
             for end, entries in zip(group, compressed, strict=True):
                 found[end].append(entries)
     each = [(end, Layers(tuple(found[end]))) for end in ends]
-    fitting = [layers if layers.bounds == end.slots else _trimmed(layers, slots=end.slots) for end, layers in each]
+    fitting = [layers if layers.bounds == end.slots else resized(layers, slots=end.slots) for end, layers in each]
     return fitting, tuple(recurrent)
 
 
@@ -175,9 +172,3 @@ def under(policy: Policy, entries: Slots, *, capacity: Int[Array, "B H"], mergin
     """Returns a layer that was read for several policies in the form that one of them has before it compresses."""
     bias = jnp.zeros(entries.positions.shape, jnp.float32) if policy.merge.effects.bias else None
     return replace(entries, capacity=capacity, merging=merging, bias=bias)
-
-
-@partial(jax.jit, static_argnames="slots")
-def _trimmed(layers: Layers, *, slots: tuple[int, ...]) -> Layers:
-    """Returns the layers without the slots that they have because another layer has them."""
-    return Layers(tuple(layer.trim(most) for layer, most in zip(layers, slots, strict=True)))

@@ -17,6 +17,7 @@ BACKEND = f"{COMPILING}backend_compile_duration"
 WORDS = {
     "begin": "the embeddings",
     "read_layers": "a layer",
+    "resized": "a layer's slots",
     "logits_of": "the logits",
     "passes": "the passes",
     "replay_layer": "a layer of a replay",

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import bench_decode
 from benchmarks.device_time import Kernel
+from kvjax.decoding import loop
 
 
 @pytest.mark.slow
@@ -31,3 +32,26 @@ def test_launches_of_a_step_are_the_difference_of_two_loops(
     assert len(found) == 6
     assert all(line["launches"] == pytest.approx(3) for line in found)
     assert all(line["microseconds"] == pytest.approx(6) for line in found)
+
+
+@pytest.mark.slow
+def test_the_rows_that_fit_are_planned_and_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All arrays of a batch lie within the memory, and those of one row more would not."""
+    memory, most, before = 4_000_000, [], sum(x.nbytes for x in jax.live_arrays())
+
+    def decode(*arguments: Any) -> Any:
+        most.append(sum(x.nbytes for x in jax.live_arrays()) - before)
+        return loop.decode(*arguments)
+
+    monkeypatch.setattr(bench_decode, "decode", decode)
+    monkeypatch.setattr("sys.argv", ["bench_decode", "--small", "--case", "batch", "--memory", "4MB"])
+    bench_decode.main()
+    sides = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    snapkv, morphkv = (line for line in sides if "rows" in line)
+    assert morphkv["rows"] > snapkv["rows"] > 1
+    for side in (snapkv, morphkv):
+        assert side["bytes"] <= memory < side["bytes"] + side["row_bytes"]
+        assert side["tokens_per_second"] > 0
+    assert 0.7 * memory < max(most) <= memory
