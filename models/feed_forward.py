@@ -120,11 +120,12 @@ class FeedForward(nnx.Module):
 
 
 def by_blocks(
-    update: Callable[[Float[Array, "B n E"], Float[Array, "B Hq n D"]], Float[Array, "B n E"]],
+    update: Callable[..., Float[Array, "B n E"]],
     x: Float[Array, "B N E"],
     context: Float[Array, "B Hq N D"],
+    *others: Float[Array, "B N _"],
 ) -> Float[Array, "B N E"]:
-    """Applies `update`, which treats each token independently, to one block of tokens after another.
+    """Applies `update(x, context, *others)`, which treats each token by itself, to one block of tokens after another.
 
     The activations of the MLP are several times as large as the hidden states. With blocks, only those of one block are
     in memory. All blocks have the same size, of at most BLOCK tokens over all rows. There are at most twice as many
@@ -134,14 +135,14 @@ def by_blocks(
     least = -(-B * N // BLOCK)
     blocks = next((n for n in range(least, 2 * least + 1) if N % n == 0), 1)
     if blocks == 1:
-        return update(x, context)
+        return update(x, context, *others)
     size = N // blocks
-    x_blocks = x.reshape(B, blocks, size, -1)
+    x_blocks, *other_blocks = (array.reshape(B, blocks, size, -1) for array in (x, *others))
     context_blocks = context.reshape(*context.shape[:2], blocks, size, -1)
 
     def update_block(i: Int[Array, ""], x_blocks: Float[Array, "B blocks n E"]) -> Float[Array, "B blocks n E"]:
-        x_block = jax.lax.dynamic_index_in_dim(x_blocks, i, axis=1, keepdims=False)
+        x_block, *own = (jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False) for x in (x_blocks, *other_blocks))
         context_block = jax.lax.dynamic_index_in_dim(context_blocks, i, axis=2, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(x_blocks, update(x_block, context_block), i, axis=1)
+        return jax.lax.dynamic_update_index_in_dim(x_blocks, update(x_block, context_block, *own), i, axis=1)
 
     return jax.lax.fori_loop(0, blocks, update_block, x_blocks).reshape(x.shape)

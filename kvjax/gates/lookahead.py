@@ -13,7 +13,7 @@ from kvjax.attend.causal import causal
 from kvjax.attend.positions import rotated
 from kvjax.files.texts import Stream
 from kvjax.generate import generate
-from kvjax.models import Attend, AttentionLayer, Decoder, embedded
+from kvjax.models import Attend, AttentionLayer, Decoder
 from kvjax.pallas_kernels import capped
 
 from .adapters import adapted, adapter_sizes
@@ -78,7 +78,7 @@ def divergence(
         real = jnp.arange(answer) < counts[:, None]
         positions = jnp.broadcast_to(jnp.arange(length + answer), text.shape)
         behind = jnp.broadcast_to(length + jnp.arange(tokens), (len(text), tokens))
-        x = embedded(params.embed, text, config.embedding_scale)
+        x, _ = params.embedding(text)
         z = jnp.broadcast_to(weights[0]["tokens"].astype(x.dtype), (len(text), tokens, config.hidden_size))
         divergences = []
         for layer, record, own in zip(params.layers, params.attention_layers, weights, strict=True):

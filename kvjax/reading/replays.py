@@ -17,11 +17,12 @@ from kvjax.cache import Layers, Slots
 from kvjax.checks import shown
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.experts import over_experts
-from kvjax.models import Attend, AttentionLayer, Decoder, RecurrentState, embedded
+from kvjax.models import Attend, AttentionLayer, Decoder, Embedding, RecurrentState
 from kvjax.policy import Pass, Policy, Replay, Score, Texts
 from kvjax.runtime.clock import Run, run_at_once
 
-from .layers import Call, begin, facts_of, in_rows, through_layer
+from .call import Call, in_rows
+from .layers import begin, facts_of, through_layer
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 
@@ -61,15 +62,13 @@ def replay(params: Decoder, cache: KVCache, part: Pass, *, run: Run = run_at_onc
     if part.run is not None:
         return run(_run_by_itself, params, cache, part)
     layers = list(zip(params.layers, facts_of(params.config), strict=True))
-    embed, scale = params.embed, params.config.embedding_scale
-    if part.gates:
-        embed, scale = params.gates[part.gates], 1.0
-    x, rows = run(begin, embed, cache.length, part.tokens, part.lengths, scale=scale, mesh=cache.mesh)
+    embedding = Embedding(params.gates[part.gates]) if part.gates else params.embedding
+    x, given, rows = run(begin, embedding, cache.length, part.tokens, part.lengths, mesh=cache.mesh)
     rows, found, call = _rows(cache, part, rows["positions"]), [], Call(Replaying(cache.policy), cache.mesh)
     for i, (layer, facts) in enumerate(layers):
         held, last = cache.entries.layer(i, 0), i == len(layers) - 1
         own, fixed = (held, cache.recurrent[i]), {"facts": facts, "call": call, "gates": part.gates, "last": last}
-        x, state = run(_replay_layer, layer, np.int32(i), x, *own, rows, **fixed)
+        x, state = run(_replay_layer, layer, np.int32(i), x, given, *own, rows, **fixed)
         found.append(replace(held, per_slot=state.per_slot, per_row=state.per_row))
     return replace(cache, entries=Layers(tuple(found)))
 
@@ -93,6 +92,7 @@ def _replay_layer(
     layer: Any,
     index: Int[Array, ""],
     x: Float[Array, "B W E"],
+    given: Float[Array, "B W L P"] | None,
     entries: Slots,
     states: tuple[RecurrentState, ...],
     rows: dict[str, Any],
@@ -108,7 +108,7 @@ def _replay_layer(
         gates: of the pass.
     """
     layer = layer.attention.gates[gates].adapt(layer) if gates else layer
-    x, after, _ = through_layer(layer, index, x, Layers((entries,)), states, rows, facts=facts, call=call)
+    x, after, _ = through_layer(layer, index, x, given, Layers((entries,)), states, rows, facts=facts, call=call)
     held = after.layer(0, 0)
     state = Slots.only(per_slot=held.per_slot, per_row=held.per_row)
     return None if last else in_rows(x, call.mesh), state
@@ -130,9 +130,11 @@ def to_run(params: Decoder, cache: KVCache, part: Pass) -> Replay:
         return Call(Replaying(cache.policy, instead), cache.mesh).attend(**rows, measured=measured)
 
     records = (replace(record, alone=True) for record in params.attention_layers)
+    hidden, given = params.embedding(part.tokens)
     return Replay(
         layers=list(zip(params.layers, records, strict=True)),
-        hidden=embedded(params.embed, part.tokens, params.config.embedding_scale),
+        hidden=hidden,
+        given=given,
         positions=positions,
         lengths=part.lengths,
         entries=cache.entries,

@@ -39,6 +39,17 @@ GROUPED = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.5,
 }
+READERS = {
+    "num_hidden_layers": 5,
+    "layer_types": [FULL, SLIDING, FULL, SLIDING, FULL],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 9,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 100,
+}
 MIXED = {"layer_types": [FULL, SLIDING]}
 SHORT = {"max_position_embeddings": 32}
 FACTORS = {
