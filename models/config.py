@@ -77,7 +77,8 @@ class DecoderConfig:
         embedding_scale: the factor of the embeddings, rounded to their dtype.
         residual_scale: the factor of what attention and the MLP add to the hidden states.
         logit_divisor: what logits are divided by.
-        mixture: the experts that layers have instead of an MLP, recurrent layers all of them; None for no experts.
+        mixture: the experts that layers have instead of an MLP, or beside it; recurrent layers have all of them. None
+            for no experts.
         latent: the sizes of attention over latents, which makes the model one of a single kv head with `latent.key_dim`
             channels; None for attention over keys and values.
         output_gate: whether contexts are multiplied by the sigmoid of a projection of the attention's input.
@@ -181,7 +182,7 @@ class DecoderConfig:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def has_experts(self, layer: int) -> bool:
-        """Returns whether a layer, by its index, has experts instead of an MLP."""
+        """Returns whether a layer, by its index, has experts, instead of an MLP or beside it."""
         return self.mixture is not None and layer not in self.mixture.dense_layers
 
     @property

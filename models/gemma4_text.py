@@ -2,7 +2,7 @@
 
 Layers with full attention may have kv heads of another number and size than those with a window, and may take values
 from the projection of keys. Layers may have inputs of their own, and the last ones may read the entries of others.
-Models with experts are refused.
+Layers may have experts beside their MLP.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from .config import ACTIVATIONS, DecoderConfig, KvHeads, base_config, base_hf_co
 from .fields import flag, integer, layer_count, number, require, unsupported
 from .gemma3_text import KINDS, by_kind_to_hf, rope_by_kind
 from .llama import weights as llama_weights
+from .mixtral import expert_counts
+from .mixture import Mixture
 from .readers import Readers
 from .rope import ProportionalScaling, Rope
 from .rope_config import rope_from_hf
-from .weights import Weight
+from .stacked import StackedLinear
+from .weights import FusedRows, Weight
 
 ARCHITECTURE = "Gemma4ForCausalLM"
 # What is not computed, with the values that turn it off.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "enable_moe_block": (None, False),
     "rope_scaling": (None,),  # transformers ignores it
     "rope_theta": (None,),
 }
 BY_KIND = ("attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", "per_layer_config")
-# The last of these are read by what is refused alone.
-UNUSED = ("top_k_experts", "moe_intermediate_size")
+MIXTURE = ("enable_moe_block", "top_k_experts", "moe_intermediate_size")
 READERS = ("num_kv_shared_layers", "use_double_wide_mlp")
 INPUTS = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
-FIELDS = ("sliding_window", "layer_types", *BY_KIND, *INPUTS, *READERS, *REFUSED, *UNUSED)
-COMPUTED = ("final_logit_softcapping", "hidden_act", "hidden_activation", "use_bidirectional_attention")
+FIELDS = ("sliding_window", "layer_types", *BY_KIND, *INPUTS, *READERS, *MIXTURE, *REFUSED)
+COMPUTED = ("num_experts", "final_logit_softcapping", "hidden_act", "hidden_activation", "use_bidirectional_attention")
 KEYS = ("attention.key", "attention.value")  # the parameters that readers have not
 PERIOD = 6  # one layer of so many has full attention
 OTHER = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")  # not of a text
@@ -93,8 +94,17 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
         attention_scale=1.0,
         embedding_scale=config.hidden_size**0.5,
         logit_softcap=None if cap is None else number(hf, "final_logit_softcapping"),
+        mixture=_mixture(hf),
         readers=readers,
     )
+
+
+def _mixture(hf: Mapping[str, Any]) -> Mixture | None:
+    """Reads the experts that layers have beside their MLP. In their absence, transformers reads no other field."""
+    if not flag(hf, "enable_moe_block"):
+        return None
+    experts, per_token = expert_counts(hf, "num_experts", "top_k_experts")
+    return Mixture(experts, per_token, integer(hf, "moe_intermediate_size"), beside_mlp=True)
 
 
 def _readers(hf: Mapping[str, Any], windows: tuple[int | None, ...]) -> Readers | None:
@@ -114,7 +124,7 @@ def _input_size(hf: Mapping[str, Any]) -> int:
     """Reads the number of channels of each layer's inputs, whose table has a row for each token."""
     if not hf["hidden_size_per_layer_input"]:
         return 0
-    require(hf, "vocab_size_per_layer_input", hf["vocab_size"])
+    require(hf, "vocab_size_per_layer_input", integer(hf, "vocab_size"))
     return integer(hf, "hidden_size_per_layer_input")
 
 
@@ -186,6 +196,10 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "final_logit_softcapping": config.logit_softcap,
         "hidden_size_per_layer_input": config.layer_input_size,
         "vocab_size_per_layer_input": config.vocab_size,
+        "enable_moe_block": config.mixture is not None,
+        "num_experts": None if config.mixture is None else config.mixture.experts,
+        "top_k_experts": None if config.mixture is None else config.mixture.per_token,
+        "moe_intermediate_size": None if config.mixture is None else config.mixture.size,
         "num_kv_shared_layers": len(config.sources),
         "use_double_wide_mlp": readers is not None and readers.mlp_size != config.mlp_size,
         "rope_parameters": by_kind_to_hf(config),
@@ -207,6 +221,9 @@ def weights(config: DecoderConfig) -> list[Weight]:
 def _whole_weights(config: DecoderConfig) -> list[Weight]:
     """The weights of a model in which all layers have keys and values."""
     table = llama_weights(config)
+    if config.mixture is not None:
+        for i in range(config.num_layers):
+            table += _expert_weights(f"layers.{i}.experts", f"model.layers.{i}", config.mixture.size)
     if not config.layer_input_size:
         return table
     table += [
@@ -222,6 +239,22 @@ def _whole_weights(config: DecoderConfig) -> list[Weight]:
             Weight(f"{ours}.norm.scale", f"{theirs}.post_per_layer_input_norm.weight", "vector"),
         ]
     return table
+
+
+def _expert_weights(ours: str, theirs: str, size: int) -> list[Weight]:
+    """The weights of a layer's experts and of the norms around them."""
+    fused, post = f"{theirs}.experts.gate_up_proj", f"{theirs}.post_feedforward_layernorm"
+    return [
+        Weight(f"{ours}.router", f"{theirs}.router.proj.weight", "linear"),
+        Weight(f"{ours}.router_scale", f"{theirs}.router.scale", "vector"),
+        Weight(f"{ours}.factor", f"{theirs}.router.per_expert_scale", "vector"),
+        StackedLinear(f"{ours}.gate", fused, rows=FusedRows(0, size, 2 * size)),
+        StackedLinear(f"{ours}.up", fused, rows=FusedRows(size, 2 * size, 2 * size)),
+        StackedLinear(f"{ours}.down", f"{theirs}.experts.down_proj"),
+        Weight(f"{ours}.norm.scale", f"{theirs}.pre_feedforward_layernorm_2.weight", "vector"),
+        Weight(f"{ours}.mlp_post_norm.scale", f"{post}_1.weight", "vector"),
+        Weight(f"{ours}.post_norm.scale", f"{post}_2.weight", "vector"),
+    ]
 
 
 def text_name(name: str, config: DecoderConfig) -> str | None:

@@ -201,8 +201,8 @@ class _Reader:
         lends: bool = False,
     ) -> None:
         self._params, self._layers, self._run = params, params.layers, run
-        read = set(params.config.sources) if lends else ()
-        self._facts = [replace(own, lends=i in read) for i, own in enumerate(facts_of(params.config))]
+        sources = params.config.sources if lends else ()
+        self._facts = [replace(own, lends=i in sources) for i, own in enumerate(facts_of(params.config))]
         self._lent: list[Entries] = []
         self._call = Call(Reading(cache.policy, cache.policy.limits(len(self._facts)), plan), cache.mesh)
         self._program = read_in_place if in_place else read_some
@@ -298,9 +298,9 @@ def step(
     x, given = params.embedding(twice(own) if call.doubled else own)
     held = cache.entries, cache.recurrent
     x, entries, recurrent, _ = through_some(params.layers, 0, x, given, *held, rows, facts=facts, call=call)
-    read = {source: entries.of_layers(source, 1) for source in params.config.sources}
+    lenders = {source: entries.of_layers(source, 1) for source in params.config.sources}
     borrowing = replace(call, attention=Borrowing(cache.policy))
-    x = through_readers(params, x, given, read, rows, facts=facts, call=borrowing)
+    x = through_readers(params, x, given, lenders, rows, facts=facts, call=borrowing)
     hidden = once(x) if call.doubled else x
     entries = entries.exchange(cache.policy.score.across)
     cache = replace(cache, entries=entries, recurrent=recurrent, length=cache.length + incoming)

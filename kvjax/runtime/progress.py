@@ -17,6 +17,8 @@ BACKEND = f"{COMPILING}backend_compile_duration"
 WORDS = {
     "begin": "the embeddings",
     "read_layers": "a layer",
+    "last_tokens": "the last token",
+    "read_along": "a layer of the last token",
     "logits_of": "the logits",
     "passes": "the passes",
     "replay_layer": "a layer of a replay",

@@ -4,6 +4,7 @@ The lengths that the tests read and decode are above 32 and below 128 positions.
 """
 
 from tests.models.fields import (
+    BESIDE,
     DYNAMIC,
     FACTORS,
     FULL,
@@ -206,7 +207,7 @@ CASES = {
         GROUP4
         | {"num_hidden_layers": 3, "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1}
         | {"layer_types": [SLIDING, FULL, FULL], "sliding_window": 9, "attention_k_eq_v": True}
-        | {"final_logit_softcapping": 10.0, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 100},
+        | {"final_logit_softcapping": 10.0, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 100},
     ),
     "gemma4_text-group7-bias-untied": (
         "gemma4_text",
@@ -215,6 +216,7 @@ CASES = {
         | {"sliding_window": 9, "attention_bias": True, "tie_word_embeddings": False}
         | {"rope_parameters": {FULL: LINEAR, SLIDING: LOCAL}, "hidden_size_per_layer_input": 0},
     ),
+    "gemma4_text-group8-experts": ("gemma4_text", GROUP8 | BESIDE),
     "gemma4_text-group4-readers": ("gemma4_text", GROUP4 | READERS),
     "mixtral-group4-window": (
         "mixtral",
@@ -309,6 +311,7 @@ DECODED = (
     "gemma3_text-group4-layers",
     "gemma4_text-group4-kinds",
     "gemma4_text-group4-readers",
+    "gemma4_text-group8-experts",
     "mixtral-group4-window",
     "qwen3_moe-group8-layers",
     "gpt_oss-group4-layers",
@@ -339,6 +342,7 @@ ROUNDED = (
     "gemma2-group4-layers",
     "gemma3_text-group8-bias-untied",
     "gemma4_text-group7-bias-untied",
+    "gemma4_text-group8-experts",
     "gemma4_text-group4-readers",
     "mixtral-group4-window",
     "qwen3_moe-group8-layers",

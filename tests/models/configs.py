@@ -36,9 +36,10 @@ GLM4_MOE_LITE = LLAMA | LATENT | {"model_type": "glm4_moe_lite"}
 GRANITE = LLAMA | {"model_type": "granite"}
 GRANITEMOE = LLAMA | {"model_type": "granitemoe"}
 INTERNLM2 = LLAMA | {"model_type": "internlm2"}
-# Fields of which transformers' defaults serve nobody: no number, and an odd number of channels.
+# Fields of which transformers' defaults serve few: no number, inputs for a large vocabulary, and odd channels.
 NEEDED = {
     "deepseek_v2": {"num_experts_per_tok": 6},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "glm4_moe": {"head_dim": 128},
 }
 LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}

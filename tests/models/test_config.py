@@ -228,6 +228,7 @@ def test_null_in_rope_is_absent(family, fields, same):
         GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "layer_types": [SLIDING, FULL]},
         GEMMA4 | {"per_layer_config": {"1": {"head_dim": 12}}, "layer_types": [SLIDING, FULL]},
         GEMMA4 | {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": True},
+        GEMMA4 | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 6},
         GEMMA4 | {"layer_types": [FULL, FULL], "num_kv_shared_layers": 1, "use_double_wide_mlp": True},
         GEMMA4 | {"final_logit_softcapping": 20.0, "attention_bias": True, "layer_types": [FULL, FULL]},
         GPT_OSS,

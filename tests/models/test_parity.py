@@ -186,6 +186,8 @@ def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, to
         ("gemma2-group4-layers", jnp.float32),
         ("gemma3_text-group4-layers", jnp.float32),
         ("gemma4_text-group4-kinds", jnp.bfloat16),
+        ("gemma4_text-group4-readers", jnp.float32),
+        ("gemma4_text-group8-experts", jnp.float32),
         ("mixtral-group7-tied", jnp.bfloat16),
         ("deepseek_v3-groups", jnp.float32),
         ("glm4_moe-group4-norm", jnp.float32),

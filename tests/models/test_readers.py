@@ -51,8 +51,8 @@ def test_policies(policy):
     assert len(cache.entries) == 2
 
 
-def answers(params: Decoder, text: str, **options: Any) -> kvjax.Generation:
-    return kvjax.generate(params, PROMPTS, policy=text, max_new_tokens=NEW, log_probs=True, **options)
+def answers(params: Decoder, text: str, prompt: Any = PROMPTS, **options: Any) -> kvjax.Generation:
+    return kvjax.generate(params, prompt, policy=text, max_new_tokens=NEW, log_probs=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def test_mesh(text):
 
 def test_chunks_and_turns():
     """Also of a turn into a pool, and of a turn of one token."""
-    params = reading()
-    whole, chunks = answers(params, "snapkv:budget=20,window=4"), answers(params, "snapkv:budget=20,window=4", chunk=16)
+    params, prompts, text = reading(), PROMPTS[:2], "snapkv:budget=20,window=4"
+    whole, chunks = answers(params, text, prompts), answers(params, text, prompts, chunk=16)
     np.testing.assert_array_equal(chunks.tokens, whole.tokens)
     np.testing.assert_allclose(chunks.log_probs, whole.log_probs, atol=1e-5)
     for text in ("full", "dynamickv:budget=80"):
-        turn, said = answers(params, text), PROMPTS
-        for more in (PROMPTS[:, :5], PROMPTS[:, :1]):
+        turn, said = answers(params, text, prompts), prompts
+        for more in (prompts[:, :5], prompts[:, :1]):
             said = np.concatenate([said, turn.tokens, more], axis=1)
             turn = kvjax.generate(params, more, cache=turn.cache, max_new_tokens=NEW, log_probs=True)
             logits = full_logits(params, list(np.concatenate([said, turn.tokens], axis=1)), 80)
