@@ -287,6 +287,11 @@ def check_suits(policy: Policy, config: DecoderConfig, devices: int) -> None:
             f"the budget {type(policy.budget).__name__} is allocated across layers, in one pool: expected another, as "
             f"the layers have kv heads of several kinds, {each}"
         )
+    if config.sources and policy.score.needs.behind_all:
+        raise ValueError(
+            f"{policy.score} measures hidden states behind the last layer: expected another score, as layers that read "
+            "the entries of others are not replayed"
+        )
     for heads in kinds:
         policy.budget.check_model(config.num_layers, heads.number)
         check_groups(policy.budget, heads.number, devices)

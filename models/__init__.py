@@ -46,12 +46,14 @@ from . import (
 from .attend import Attend, AttentionLayer, join_sinks
 from .card import NONE_SUPPRESSED, Card, Suppressed
 from .config import DecoderConfig, KvHeads
-from .decoder import Decoder, embedded
+from .decoder import Decoder
+from .embedding import Embedding, of_layer
 from .fields import UnsupportedModelError
 from .head import Head
 from .latent import Latent
 from .mixture import ExpertWeights, Mix, Mixture, densely, gated, routed
 from .multimodal import text_config
+from .readers import Readers
 from .recurrence import Recurrence, RecurrentState
 from .registered import Registered
 from .rope import Rope, rotate
@@ -147,6 +149,7 @@ __all__ = [
     "Card",
     "Decoder",
     "DecoderConfig",
+    "Embedding",
     "ExpertWeights",
     "FusedRows",
     "Head",
@@ -155,6 +158,7 @@ __all__ = [
     "Layout",
     "Mix",
     "Mixture",
+    "Readers",
     "Recurrence",
     "RecurrentState",
     "Registered",
@@ -168,11 +172,11 @@ __all__ = [
     "by_tensor",
     "config_from_hf",
     "densely",
-    "embedded",
     "family",
     "gated",
     "hf_shapes",
     "join_sinks",
+    "of_layer",
     "read_parameter",
     "rotate",
     "routed",

@@ -30,6 +30,8 @@ class AttentionLayer:
         statistics: float32 statistics of this layer's queries by name, per query head or kv head, such as those of
             `kvjax.with_statistics`.
         alone: whether the cache that is passed along is that of this layer only.
+        lends: whether the attention function returns a pair in place of the cache: the cache, and one with the entries
+            that the queries met, for layers that read them.
         hidden: the hidden states that q, k and v of a call are projected from, after the norm before attention if the
             family has one; None outside of a call.
         residual: the residual stream that enters the layer, before any norm; None outside of a call.
@@ -42,6 +44,7 @@ class AttentionLayer:
     scale: float
     output: Float[Array, "Hq D E"]
     alone: bool = False
+    lends: bool = False
     softcap: float | None = None
     sinks: Float[Array, "Hq"] | None = None
     statistics: Mapping[str, Float[Array, "heads *rest"]] | None = None
@@ -94,7 +97,10 @@ def join_sinks(
 
 
 class Attend(Protocol):
-    """An attention function. It rotates q and k, attends, and returns the context and the updated cache."""
+    """An attention function. It rotates q and k, attends, and returns the context and the updated cache.
+
+    Layers that read another layer's entries call it without k and v.
+    """
 
     def __call__(
         self,
@@ -105,3 +111,15 @@ class Attend(Protocol):
         cache: Any,
         /,
     ) -> tuple[Float[Array, "B Hq N D"], Any]: ...
+
+
+def lending(attend: Attend) -> Attend:
+    """Returns an attention function for calls without a cache, in which readers attend to the keys that they read."""
+    held: dict[Any, tuple[Any, Any]] = {}
+
+    def attend_lent(layer: AttentionLayer, q: Any, k: Any, v: Any, cache: Any) -> tuple[Any, Any]:
+        if k is not None:
+            held[layer.index] = k, v
+        return attend(layer, q, *held[layer.index], cache)
+
+    return attend_lent

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from .fields import UnsupportedModelError, flag, integer, number, require
 from .latent import Latent
 from .mixture import Mixture
+from .readers import Readers
 from .recurrence import Recurrence, RecurrentState
 from .rope import NO_ROPE, Rope
 from .rope_config import rope_from_hf, rope_to_hf
@@ -66,6 +67,7 @@ class DecoderConfig:
         value_norm: whether each value head is divided by its root mean square.
         keys_are_values: whether the values of layers without a window are their keys before norm and rotation.
         layer_scalars: whether the output of each layer is multiplied by a number of its own.
+        layer_input_size: P, the channels of the input that each layer has beside the hidden states; 0 for no inputs.
         pre_norm: whether an RMS norm is applied to the input of attention and of the MLP.
         post_norm: whether an RMS norm is applied to the output of attention and of the MLP, before it is added.
         attention_scale: the factor of q k^T; None for 1 / sqrt(D).
@@ -75,12 +77,15 @@ class DecoderConfig:
         embedding_scale: the factor of the embeddings, rounded to their dtype.
         residual_scale: the factor of what attention and the MLP add to the hidden states.
         logit_divisor: what logits are divided by.
-        mixture: the experts that layers have instead of an MLP, recurrent layers all of them; None for no experts.
+        mixture: the experts that layers have instead of an MLP, or beside it; recurrent layers have all of them. None
+            for no experts.
         latent: the sizes of attention over latents, which makes the model one of a single kv head with `latent.key_dim`
             channels; None for attention over keys and values.
         output_gate: whether contexts are multiplied by the sigmoid of a projection of the attention's input.
         recurrence: the recurrent layers of a hybrid model, which have no attention and no entries; None for no such
             layers. Layers are attention layers everywhere else, and are counted without these.
+        readers: the layers behind all others that read another layer's entries, and have none; None for no such layers.
+            Layers are counted without these, too.
 
     Raises:
         UnsupportedModelError: `num_heads` is not a multiple of the number of kv heads, `rope` or `window_rope` cannot
@@ -110,6 +115,7 @@ class DecoderConfig:
     value_norm: bool = False
     keys_are_values: bool = False
     layer_scalars: bool = False
+    layer_input_size: int = 0
     pre_norm: bool = True
     post_norm: bool = False
     unit_offset_norms: bool = False
@@ -125,6 +131,7 @@ class DecoderConfig:
     latent: Latent | None = None
     output_gate: bool = False
     recurrence: Recurrence | None = None
+    readers: Readers | None = None
 
     def __post_init__(self) -> None:
         sliding = self.window_heads or KvHeads(self.num_kv_heads, self.head_dim)
@@ -175,8 +182,13 @@ class DecoderConfig:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def has_experts(self, layer: int) -> bool:
-        """Returns whether a layer, by its index, has experts instead of an MLP."""
+        """Returns whether a layer, by its index, has experts, instead of an MLP or beside it."""
         return self.mixture is not None and layer not in self.mixture.dense_layers
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The layer that each reader reads, by its index; empty without readers."""
+        return () if self.readers is None else self.readers.sources
 
     @property
     def num_recurrent(self) -> int:

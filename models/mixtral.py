@@ -50,11 +50,11 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     return replace(config, mixture=Mixture(experts, per_token, config.mlp_size))
 
 
-def expert_counts(hf: Mapping[str, Any], field: str) -> tuple[int, int]:
-    """Reads the number of experts from `field`, and the number of experts per token. Raises UnsupportedModelError."""
-    experts, per_token = integer(hf, field), integer(hf, "num_experts_per_tok")
+def expert_counts(hf: Mapping[str, Any], field: str, per_token_field: str = "num_experts_per_tok") -> tuple[int, int]:
+    """Reads the number of experts, and of experts per token, from these fields. Raises UnsupportedModelError."""
+    experts, per_token = integer(hf, field), integer(hf, per_token_field)
     if per_token > experts:
-        raise UnsupportedModelError(f"config field num_experts_per_tok={per_token} is more than {field}={experts}")
+        raise UnsupportedModelError(f"config field {per_token_field}={per_token} is more than {field}={experts}")
     return experts, per_token
 
 

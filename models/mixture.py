@@ -18,7 +18,7 @@ from .routing import SigmoidRouting
 
 @dataclass(frozen=True)
 class Mixture:
-    """The static description of the layers that have experts instead of one MLP.
+    """The static description of the layers that have experts, instead of one MLP or beside it.
 
     Attributes:
         experts: X.
@@ -31,6 +31,7 @@ class Mixture:
         shared: F of an MLP that every token takes beside its experts; None for no such MLP.
         shared_gate: whether what that MLP gives is multiplied by sigmoid(x w).
         sigmoid: the choice of experts by independent scores; None for that by a softmax.
+        beside_mlp: whether layers have experts beside an MLP (`ExpertsBeside`), and not instead of one.
     """
 
     experts: int
@@ -43,10 +44,11 @@ class Mixture:
     shared: int | None = None
     shared_gate: bool = True
     sigmoid: SigmoidRouting | None = None
+    beside_mlp: bool = False
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of a layer's experts. Biases are None if the mixture has none."""
+    """The weights of a layer's experts. Biases are None if the mixture has none, as is the factor of each share."""
 
     router: Float[Array, "E X"]
     gate: Float[Array, "X E F"]
@@ -56,10 +58,14 @@ class ExpertWeights(NamedTuple):
     gate_bias: Float[Array, "X F"] | None = None
     up_bias: Float[Array, "X F"] | None = None
     down_bias: Float[Array, "X E"] | None = None
+    factor: Float[Array, "X"] | None = None
 
 
 class Mix(Protocol):
-    """Computes the mixture of a layer for each token, from its hidden states after the norm."""
+    """Computes the mixture of a layer for each token, from its hidden states after the norm.
+
+    The router reads `judged`, or the same hidden states if that is None.
+    """
 
     def __call__(
         self,
@@ -67,6 +73,7 @@ class Mix(Protocol):
         weights: ExpertWeights,
         mixture: Mixture,
         activation: Callable[[Array], Array],
+        judged: Float[Array, "B N E"] | None = None,
         /,
     ) -> Float[Array, "B N E"]: ...
 
@@ -76,12 +83,13 @@ def routed(
     router: Float[Array, "E X"],
     mixture: Mixture,
     bias: Float[Array, "X"] | None = None,
+    factor: Float[Array, "X"] | None = None,
 ) -> tuple[Int[Array, "... K"], Float[Array, "... K"]]:
     """Returns the experts that each token takes, best first, and their shares in float32.
 
     The shares are the softmax over all experts, of the K chosen ones. Of equal experts, the first ones are chosen. With
-    `normalized` shares this is the softmax over the K chosen ones alone. The bias is added to the logits. With
-    `Mixture.sigmoid`, that has the choice, the shares and the bias.
+    `normalized` shares this is the softmax over the K chosen ones alone. The bias is added to the logits. The
+    factor multiplies shares. With `Mixture.sigmoid`, that has the choice, the shares and the bias.
     """
     logits = jnp.einsum("...E,EX->...X", x, router, preferred_element_type=jnp.float32)
     if mixture.sigmoid is not None:
@@ -92,7 +100,7 @@ def routed(
     shares, chosen = jax.lax.top_k(jax.nn.softmax(logits), mixture.per_token)
     if mixture.normalized:
         shares /= jnp.sum(shares, axis=-1, keepdims=True)
-    return chosen, shares
+    return chosen, shares if factor is None else shares * factor[chosen]
 
 
 def gated(
@@ -105,10 +113,15 @@ def gated(
 
 
 def densely(
-    x: Float[Array, "B N E"], weights: ExpertWeights, mixture: Mixture, activation: Callable[[Array], Array]
+    x: Float[Array, "B N E"],
+    weights: ExpertWeights,
+    mixture: Mixture,
+    activation: Callable[[Array], Array],
+    judged: Float[Array, "B N E"] | None = None,
 ) -> Float[Array, "B N E"]:
     """The definition: every expert treats every token, and those that a token did not choose have a share of 0."""
-    chosen, shares = routed(x, weights.router, mixture, weights.router_bias)
+    judged = x if judged is None else judged
+    chosen, shares = routed(judged, weights.router, mixture, weights.router_bias, weights.factor)
     share = jnp.sum(jax.nn.one_hot(chosen, mixture.experts) * shares[..., None], axis=-2)
 
     def plus(products: Float[Array, "B N X O"], bias: Float[Array, "X O"] | None) -> Float[Array, "B N X O"]:

@@ -4,6 +4,7 @@ Each returns an `attend(layer, q, k, v, entries) -> (context, entries)`. The dec
 layers; every layer's part is replaced once that layer has attended.
 """
 
+from .borrow import Borrowing
 from .mesh import over_heads, over_layers, over_rows
 from .positions import expired, met_keys, positions_behind, rotated
 from .prompt import Reading, ReadPlan, finished
@@ -12,6 +13,7 @@ from .step import RoomMaker, Stepping
 from .twice import attending_once, in_array, once, runs_twice, twice
 
 __all__ = [
+    "Borrowing",
     "ReadPlan",
     "Reading",
     "Replaying",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Entries, Slots
+from kvjax.cache import Entries, Layers, Slots
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
 from kvjax.pallas_kernels import compact
@@ -88,7 +89,7 @@ class Reading:
             k: Float[Array, "B H N D"],
             v: Float[Array, "B H N D"],
             entries: Entries,
-        ) -> tuple[Float[Array, "B Hq N D"], Entries]:
+        ) -> tuple[Float[Array, "B Hq N D"], Any]:
             i = layer.place
             kept, slots = (None, 0) if plan is None else (plan.kept[i], plan.slots[i])
             settled = plan.settled[i] if plan is not None and plan.settled else None
@@ -165,7 +166,8 @@ class Reading:
                     )
             # Without the barrier XLA may compress all layers at the end, and hold their keys and values until then.
             context, held = jax.lax.optimization_barrier((context, held))
-            return context, entries.with_layer(i, held)
+            after = entries.with_layer(i, held)
+            return context, (after, Layers((seen.without_state(),))) if layer.lends else after
 
         return attend
 

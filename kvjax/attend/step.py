@@ -111,7 +111,7 @@ class Stepping:
             at = jnp.broadcast_to(positions[:, None], k.shape[:2])
             entries = entries.write(i, slot, policy.storage.store(k[:, :, 0]), policy.storage.store(v[:, :, 0]), at)
             if policy.positions == "in_cache":
-                q, seen = _by_place(layer, q, entries.layer(i, 0), rope)
+                q, seen = by_place(layer, q, entries.layer(i, 0), rope)
             wish = score.needs.received if room.count else None
             wish = wish if wish is not None and wish.shown("steps") else None
             asked = score.asks(entries.layer(i, 0).per_row, query_positions[:, 0]) if room.count else None
@@ -162,7 +162,7 @@ class Stepping:
         return attend
 
 
-def _by_place(
+def by_place(
     layer: AttentionLayer, q: Float[Array, "B Hq 1 D"], entries: Slots, rope: Float[Array, "B C/2"] | None
 ) -> tuple[Float[Array, "B Hq 1 D"], Slots]:
     """Returns the query and the keys rotated to their places in the cache, the newest entry being the query's own."""

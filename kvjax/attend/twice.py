@@ -35,7 +35,8 @@ def attending_once(attend: Attend) -> Attend:
         layer: AttentionLayer, q: Array, k: Array, v: Array, entries: Entries
     ) -> tuple[Float[Array, "2*B Hq 1 D"], Entries]:
         record = replace(layer, hidden=jax.tree.map(once, layer.hidden), residual=jax.tree.map(once, layer.residual))
-        context, entries = attend(record, once(q), once(k), once(v), entries)
+        q, k, v = jax.tree.map(once, (q, k, v))
+        context, entries = attend(record, q, k, v, entries)
         return jnp.repeat(context, 2, axis=0), entries
 
     return attend_once

@@ -97,8 +97,13 @@ def check_params(params: Any) -> None:
 
 
 def check_one_kind(what: str, params: Decoder) -> None:
-    """Raises ValueError unless all layers of a decoder have kv heads of one number and size."""
-    kinds = params.config.kinds_of_heads
+    """Raises ValueError unless all layers of a decoder have entries, and kv heads of one number and size."""
+    kinds, readers = params.config.kinds_of_heads, len(params.config.sources)
+    if readers:
+        raise ValueError(
+            f"{what} for a model whose last layers, {readers}, read the entries of others: expected a model without "
+            "such layers"
+        )
     if len(kinds) > 1:
         each = " and ".join(map(str, kinds))
         raise ValueError(f"{what} for layers with kv heads of several kinds, {each}: expected a model with one kind")

@@ -106,6 +106,7 @@ def info(
         "experts": None if config.mixture is None else asdict(config.mixture),
         "latent": None if config.latent is None else asdict(config.latent),
         "recurrence": None if config.recurrence is None else asdict(config.recurrence),
+        "readers": None if config.readers is None else config.readers._asdict(),
         "vocabulary": config.vocab_size,
         "rope": _ropes(config),
         "windows": config.windows,
@@ -154,7 +155,7 @@ def _experts(config: DecoderConfig) -> str:
     shared = "" if config.mixture.shared is None else f" and one of {config.mixture.shared:,} columns for all"
     return (
         f"{config.mixture.experts} of {config.mixture.size:,} columns, {config.mixture.per_token} per token{shared}, "
-        f"in {mixed} of {config.num_layers + config.num_recurrent} layers"
+        f"in {mixed} of {_layers(config)} layers"
     )
 
 
@@ -162,9 +163,20 @@ def _recurrent(config: DecoderConfig, dtype: str) -> str:
     """The number of recurrent layers, and the bytes of their states."""
     assert config.recurrence is not None
     return (
-        f"{config.num_recurrent} of {config.num_layers + config.num_recurrent} layers, with "
+        f"{config.num_recurrent} of {_layers(config)} layers, with "
         f"{bytes_text(config.recurrence.nbytes(dtype))} of states per row, however long"
     )
+
+
+def _readers(config: DecoderConfig) -> str:
+    """The number of layers that have no entries, and the layers that they read."""
+    read = ", ".join(map(str, sorted(set(config.sources))))
+    return f"{len(config.sources)} of {_layers(config)} layers, which read the entries of the layers {read}"
+
+
+def _layers(config: DecoderConfig) -> int:
+    """The number of all layers, also those without entries."""
+    return config.num_layers + config.num_recurrent + len(config.sources)
 
 
 def _show(facts: dict[str, Any], config: DecoderConfig, everything: bool) -> None:
@@ -214,15 +226,15 @@ def _facts(facts: dict[str, Any], config: DecoderConfig) -> Table:
         *([f"sampler {facts['sampler']}"] if facts["sampler"] else []),
     ]
     parameters = f"{facts['parameters']:,} parameters in {' and '.join(facts['stored'])}"
-    layers = config.num_layers + config.num_recurrent
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column()
     for name, value in (
-        (facts["family"], f"{parameters}, {layers} layers, {config.hidden_size:,} wide"),
+        (facts["family"], f"{parameters}, {_layers(config)} layers, {config.hidden_size:,} wide"),
         ("heads", "; ".join(heads)),
         *([("experts", _experts(config))] if config.mixture else []),
         *([("recurrent", _recurrent(config, facts["cache_dtype"]))] if config.recurrence else []),
+        *([("readers", _readers(config))] if config.readers else []),
         ("positions", f"{config.max_positions:,}; RoPE with {facts['rope']}"),
         ("vocabulary", "; ".join(vocabulary)),
         *((f"suppressed {name}", ", ".join(map(str, ids))) for name, ids in facts["suppressed"].items() if ids),

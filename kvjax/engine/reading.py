@@ -130,7 +130,7 @@ class Reader:
             for part in before:
                 _, cache = step(cache, *map(self.put, part.arrays), plan=between, owned=True)
                 yield
-        hidden, cache = step(cache, *map(self.put, last.arrays), plan=after, owned=not before)
+        hidden, cache = step(cache, *map(self.put, last.arrays), plan=after, owned=not before, last=True)
         return Read(self.run(logits_of, self.params.head, hidden, mesh=plans.mesh), cache)
 
     def _batch(self, prompt: Int[np.ndarray, "N"]) -> Batch:

@@ -50,11 +50,14 @@ def adapter_sizes(config: DecoderConfig) -> dict[str, int | None]:
 
     Raises:
         ValueError: the model has latent attention, or layers that take values from keys; their maps have no adapters.
+            Or its layers have inputs, which learned tokens have not.
     """
     if config.latent is not None:
         raise ValueError(f"{config.family} has latent attention: expected a model with keys and values of each head")
     if not all(map(config.has_values, range(config.num_layers))):
         raise ValueError(f"{config.family} takes values from keys: expected a projection to values in each layer")
+    if config.layer_input_size:
+        raise ValueError(f"{config.family} has inputs of each layer: expected layers that take hidden states alone")
     return {
         "input_dim": config.hidden_size,
         "query_dim": config.num_heads * config.head_dim,

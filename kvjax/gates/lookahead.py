@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.attend.causal import causal
 from kvjax.files.texts import Stream
 from kvjax.generate import generate
-from kvjax.models import Attend, AttentionLayer, Decoder, embedded
+from kvjax.models import Attend, AttentionLayer, Decoder
 
 from .adapters import adapted, adapter_sizes
 from .attending import behind, turned, weights
@@ -72,7 +72,7 @@ def divergence(
         real = jnp.arange(answer) < counts[:, None]
         positions = jnp.broadcast_to(jnp.arange(length + answer), text.shape)
         ahead = jnp.broadcast_to(length + jnp.arange(tokens), (len(text), tokens))
-        x = embedded(params.embed, text, config.embedding_scale)
+        x, _ = params.embedding(text)
         z = jnp.broadcast_to(gates[0]["tokens"].astype(x.dtype), (len(text), tokens, config.hidden_size))
         divergences = []
         for layer, record, own in zip(params.layers, params.attention_layers, gates, strict=True):

@@ -14,7 +14,7 @@ from kvjax.attend.causal import causal
 from kvjax.files.texts import Stream
 from kvjax.generate import generate, prefill
 from kvjax.kv_cache import check_suits
-from kvjax.models import Attend, AttentionLayer, Decoder, embedded
+from kvjax.models import Attend, AttentionLayer, Decoder
 
 from .adapters import adapted, adapter_sizes
 from .attach import with_gates
@@ -69,6 +69,8 @@ def restoration(
     context = length - question
     if context < 1:
         raise ValueError(f"question={question} with length={length}: expected fewer tokens than a text has")
+    if config.sources:
+        raise ValueError(f"{config.family} has layers that read another layer's entries: expected a model without them")
     sizes = {**adapter_sizes(config), "rank": rank, "tokens": tokens}
     policy = policies.restorekv(policies.parse(base), tokens)
     check_suits(policy, config, 1)
@@ -100,7 +102,7 @@ def restoration(
 
         of, at, ahead = (rows(jnp.arange(n)) for n in (context, text.shape[1] - context, tokens))
         whole, ahead, at = rows(jnp.arange(text.shape[1])), ahead + context, at + context + tokens
-        x = embedded(params.embed, text, config.embedding_scale)
+        x, _ = params.embedding(text)
         own = x[:, context:]
         z = jnp.broadcast_to(gates[0]["tokens"].astype(x.dtype), (len(text), tokens, config.hidden_size))
         for i, (layer, record, adapters) in enumerate(zip(params.layers, params.attention_layers, gates, strict=True)):

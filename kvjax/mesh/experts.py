@@ -29,25 +29,31 @@ def over_experts(mesh: Mesh | None) -> Mix:
     axes, rows = heads_axes(mesh), PartitionSpec(DATA)
     own: Any = PartitionSpec(axes)
     router: Any = PartitionSpec()
-    specs = ExpertWeights(router, own, own, own, router, own, own, own)
+    specs = ExpertWeights(router, own, own, own, router, own, own, own, router)
 
     def mix(
-        x: Float[Array, "B N E"], weights: ExpertWeights, mixture: Mixture, activation: Activation
+        x: Float[Array, "B N E"],
+        weights: ExpertWeights,
+        mixture: Mixture,
+        activation: Activation,
+        judged: Float[Array, "B N E"] | None = None,
     ) -> Float[Array, "B N E"]:
         @partial(
             jax.shard_map,
             mesh=mesh,
-            in_specs=(rows, specs),
+            in_specs=(rows, specs, rows),
             out_specs=rows,
             check_vma=False,
         )
-        def local(x: Float[Array, "B N E"], weights: ExpertWeights) -> Float[Array, "B N E"]:
+        def local(
+            x: Float[Array, "B N E"], weights: ExpertWeights, judged: Float[Array, "B N E"] | None
+        ) -> Float[Array, "B N E"]:
             if len(weights.gate) == mixture.experts:
-                return mixed(x, weights, mixture, activation)
+                return mixed(x, weights, mixture, activation, judged)
             first = jax.lax.axis_index(axes) * len(weights.gate)
-            return jax.lax.psum(mixed(x, weights, mixture, activation, first), axes)
+            return jax.lax.psum(mixed(x, weights, mixture, activation, judged, first), axes)
 
-        return local(x, weights)
+        return local(x, weights, judged)
 
     return mix
 
@@ -57,6 +63,7 @@ def mixed(
     weights: ExpertWeights,
     mixture: Mixture,
     activation: Activation,
+    judged: Float[Array, "B N E"] | None = None,
     first: Int[Array, ""] | int = 0,
 ) -> Float[Array, "B N E"]:
     """Returns what the experts of a device give to each token, times the token's shares.
@@ -66,10 +73,12 @@ def mixed(
 
     Args:
         weights: of the consecutive experts that the device has, and the router for all experts.
+        judged: what the router reads; None for `x`.
         first: the index of the first expert that the device has.
     """
     tokens = x.reshape(-1, x.shape[-1])
-    chosen, shares = routed(tokens, weights.router, mixture, weights.router_bias)
+    read = tokens if judged is None else judged.reshape(tokens.shape)
+    chosen, shares = routed(read, weights.router, mixture, weights.router_bias, weights.factor)
     expert = chosen - first
     mine = (expert >= 0) & (expert < len(weights.gate))
     arguments = tokens, jnp.where(mine, expert, 0), mine, weights

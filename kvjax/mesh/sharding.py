@@ -106,7 +106,8 @@ def _feed_forward(config: DecoderConfig) -> dict[str, int]:
     experts = {} if config.mixture is None else {"experts": config.mixture.experts}
     if config.mixture is not None and config.mixture.shared is not None:
         experts |= {"shared MLP columns": config.mixture.shared}
-    return (experts if True in kinds else {}) | ({"MLP columns": config.mlp_size} if False in kinds else {})
+    dense = False in kinds or (config.mixture is not None and config.mixture.beside_mlp)
+    return (experts if True in kinds else {}) | ({"MLP columns": config.mlp_size} if dense else {})
 
 
 def heads_axes(mesh: Mesh) -> str | tuple[str, ...]:

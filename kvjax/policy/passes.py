@@ -52,6 +52,7 @@ class Replay(NamedTuple):
     Attributes:
         layers: the decoder's layers with their records, each for a cache of that layer alone.
         hidden: the hidden states of the pass's tokens before the first layer.
+        given: the inputs of all layers for these tokens, where layers have them.
         positions: of these tokens, -1 for padding.
         lengths: the number of these tokens in each row.
         entries: of the prompt.
@@ -65,6 +66,7 @@ class Replay(NamedTuple):
 
     layers: Sequence[tuple[Any, AttentionLayer]]
     hidden: Float[Array, "B W E"]
+    given: Float[Array, "B W L P"] | None
     positions: Int[Array, "B W"]
     lengths: Int[Array, "B"]
     entries: Entries

@@ -8,7 +8,7 @@ next one runs. Inside a caller's `jax.jit` they are parts of the caller's progra
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,26 +19,15 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attend import (
-    Reading,
-    ReadPlan,
-    Replaying,
-    Stepping,
-    attending_once,
-    in_array,
-    once,
-    over_heads,
-    positions_behind,
-    runs_twice,
-    twice,
-)
+from kvjax.attend import Borrowing, Reading, ReadPlan, Stepping, in_array, once, positions_behind, runs_twice, twice
 from kvjax.cache import Entries, Slots
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.experts import over_experts
-from kvjax.mesh.sharding import logical_sharding, rows_sharding
-from kvjax.models import Attend, AttentionLayer, Decoder, DecoderConfig, Head, RecurrentState, embedded
+from kvjax.models import AttentionLayer, Decoder, DecoderConfig, Embedding, Head, RecurrentState, of_layer
 from kvjax.runtime.clock import Run, run_at_once
 
+from .call import Call, by_row, in_rows
+from .readers import last_tokens, through_readers
 from .widening import Widths
 
 States: TypeAlias = tuple[tuple[RecurrentState, ...], ...]
@@ -48,77 +37,63 @@ States: TypeAlias = tuple[tuple[RecurrentState, ...], ...]
 TOKENS, MOST_LAYERS = 4096, 8
 
 
-@dataclass(frozen=True)
-class Call:
-    """The static facts of a call of one layer, or of all layers.
-
-    Attributes:
-        attention: of the call.
-        mesh: where layers and entries lie; None is one device.
-        doubled: whether each row runs `twice`.
-    """
-
-    attention: Reading | Replaying | Stepping
-    mesh: Mesh | None
-    doubled: bool = False
-
-    def of_layers(self, first: int, count: int) -> Call:
-        """Returns the call of some layers over their own entries."""
-        return replace(self, attention=self.attention.of_layers(first, count))
-
-    def attend(self, **rows: Any) -> Attend:
-        """Returns the attention function for these arguments, arrays with axes [B, ...] or None."""
-        hidden = bool(self.attention.policy.score.needs.hidden)
-        attend = over_heads(self.mesh, self.attention, hidden=hidden, **rows)
-        return attending_once(attend) if self.doubled else attend
-
-
 def through_some(
     layers: Sequence[Any],
     first: Int[ArrayLike, ""],
     x: Float[Array, "B N E"],
+    given: Float[Array, "B N L P"] | None,
     entries: Entries,
     recurrent: States,
     rows: dict[str, Any],
     *,
     facts: Sequence[AttentionLayer],
     call: Call,
-) -> tuple[Float[Array, "B N E"], Entries, States]:
+) -> tuple[Float[Array, "B N E"], Entries, States, tuple[Entries, ...]]:
     """Returns the hidden states behind some layers, their entries and their states. It is called in a program.
 
-    A layer is traced once for all that are alike and whose arrays have equal shapes. XLA inlines its calls.
+    It also returns the entries that the queries of each layer that lends met. A layer is traced once for all that are
+    alike and whose arrays have equal shapes. XLA inlines its calls.
 
     Args:
         first: the index of the first of these layers in the model.
+        given: the inputs of all layers of the model, where layers have them.
         entries: of these layers.
         recurrent: the states of the recurrent layers before each of these layers.
         facts: of these layers, from `facts_of`.
         call: of these layers.
     """
-    states = []
+    states, lent = [], []
     for i, (layer, own) in enumerate(zip(layers, facts, strict=True)):
         part = entries.of_layers(i, 1)
-        x, part, state = _traced(layer, first + i, x, part, recurrent[i], rows, facts=own, call=call.of_layers(i, 1))
+        held = part, recurrent[i]
+        x, part, state = _traced(layer, first + i, x, given, *held, rows, facts=own, call=call.of_layers(i, 1))
+        if own.lends:
+            part, met = part
+            lent.append(met)
         entries = entries.with_layers(i, part)
         states.append(state)
-    return x, entries, tuple(states)
+    return x, entries, tuple(states), tuple(lent)
 
 
 def through_layer(
     layer: Any,
     index: Int[Array, ""],
     x: Float[Array, "B N E"],
+    given: Float[Array, "B N L P"] | None,
     entries: Entries,
     states: tuple[RecurrentState, ...],
     rows: dict[str, Any],
     *,
     facts: AttentionLayer,
     call: Call,
-) -> tuple[Float[Array, "B N E"], Entries, tuple[RecurrentState, ...]]:
+) -> tuple[Float[Array, "B N E"], Any, tuple[RecurrentState, ...]]:
     """Returns the hidden states behind a layer, its entries, and the states of the recurrent layers before it.
+
+    If the layer lends, a pair is in the place of its entries, as `AttentionLayer` describes it.
 
     Args:
         index: of the layer in the model.
+        given: the inputs of all layers of the model, where layers have them.
         entries: of this layer alone.
         states: of the recurrent layers before this layer.
         facts: of this layer, from `facts_of`.
@@ -126,7 +101,7 @@ def through_layer(
     """
     record, mix = replace(facts, index=index, **layer.attention.weights), over_experts(call.mesh)
     x, states = layer.recur(x, lengths_of(rows), states, mix)
-    x, entries = layer(x, record, call.attend(**rows), entries, mix)
+    x, entries = layer(x, record, call.attend(**rows), entries, mix, of_layer(given, index))
     return x, entries, states
 
 
@@ -156,13 +131,15 @@ def read(
     plan: ReadPlan,
     run: Run = run_at_once,
     owned: bool = False,
-) -> tuple[Float[Array, "B N E"], KVCache]:
+    last: bool = False,
+) -> tuple[Float[Array, "B _ E"], KVCache]:
     """Extends a cache by up to N tokens per row, with every static choice made.
 
     Args:
         tokens: right-aligned, on the devices of the cache.
         run: how programs are run.
         owned: whether nobody else has the cache, which then changes in place. Its layers must keep their shapes.
+        last: whether logits follow, for which the last token runs through the readers of a model, too.
 
     Returns:
         The hidden states behind the last layer, of which `logits_of` takes the last column, and the new cache.
@@ -170,7 +147,7 @@ def read(
     entries = cache.entries
     if entries.preallocates and not owned:  # each layer changes the pool in place
         entries, owned = jax.tree.map(jnp.array, entries), True
-    reader = _Reader(params, cache, tokens, lengths, plan=plan, run=run, in_place=owned)
+    reader = _Reader(params, cache, tokens, lengths, plan=plan, run=run, in_place=owned, lends=last)
     at_once, layers = layers_at_once(tokens.size, cache.mesh), len(params.layers)
     recurrent: list[tuple[RecurrentState, ...]] = []
     for first in range(0, layers, at_once):
@@ -178,7 +155,8 @@ def read(
         entries = entries.with_layers(first, part)
         recurrent += states
     after = replace(cache, entries=entries, recurrent=tuple(recurrent), length=reader.rows["next_position"])
-    return reader.hidden, replace(after, filled=cache.filled or plan.final)
+    hidden = reader.behind() if last and params.config.sources else reader.hidden
+    return hidden, replace(after, filled=cache.filled or plan.final)
 
 
 def read_layers(
@@ -221,15 +199,18 @@ class _Reader:
         plan: ReadPlan | None,
         run: Run,
         in_place: bool = False,
+        lends: bool = False,
     ) -> None:
-        self._layers, self._run = params.layers, run
-        self._facts = facts_of(params.config)
+        self._params, self._layers, self._run = params, params.layers, run
+        sources = params.config.sources if lends else ()
+        self._facts = [replace(own, lends=i in sources) for i, own in enumerate(facts_of(params.config))]
+        self._lent: list[Entries] = []
         self._widths = None if plan is None else Widths.of(cache.policy, cache.entries, plan, self._facts)
         wide = None if self._widths is None else self._widths.wide
         self._call = Call(Reading(cache.policy, cache.policy.limits(len(self._facts)), wide), cache.mesh)
         self._program = read_in_place if in_place else read_some
-        self.hidden, self.rows = run(
-            begin, params.embed, cache.length, tokens, lengths, scale=params.config.embedding_scale, mesh=cache.mesh
+        self.hidden, self._given, self.rows = run(
+            begin, params.embedding, cache.length, tokens, lengths, mesh=cache.mesh
         )
         self._rope, self._recurrent = cache.rope, cache.recurrent
 
@@ -239,9 +220,20 @@ class _Reader:
         static = {"facts": tuple(self._facts[some]), "call": self._call.of_layers(first, len(entries))}
         if self._widths is not None:
             entries = self._widths.widen(entries, some, self._run)
-        arrays = self.hidden, entries, self._recurrent[some], rows
-        self.hidden, part, states = self._run(self._program, self._layers[some], np.int32(first), *arrays, **static)
+        arrays = self.hidden, self._given, entries, self._recurrent[some], rows
+        layers = self._layers[some], np.int32(first)
+        self.hidden, part, states, lent = self._run(self._program, *layers, *arrays, **static)
+        self._lent += lent
         return part if self._widths is None else self._widths.narrow(part, some, self._run), states
+
+    def behind(self) -> Float[Array, "B 1 E"]:
+        """Returns the hidden states of the last token behind the readers, once all layers have been read."""
+        params, mesh = self._params, self._call.mesh
+        x, given, rows = self._run(last_tokens, self.hidden, self._given, self.rows, mesh=mesh)
+        entries = dict(zip(sorted(set(params.config.sources)), self._lent, strict=True))
+        call, rows = Call(Borrowing(self._call.attention.policy), mesh), rows | {"rope": self._rope}
+        facts = facts_of(params.config)
+        return through_readers(params, x, given, entries, rows, facts=facts, call=call, run=self._run)
 
 
 def layers_at_once(tokens: int, mesh: Mesh | None) -> int:
@@ -253,36 +245,36 @@ def layers_at_once(tokens: int, mesh: Mesh | None) -> int:
     return min(max(1, TOKENS // tokens), MOST_LAYERS) if platform == "gpu" else 1
 
 
-@partial(jax.jit, static_argnames=("scale", "mesh"))
+@partial(jax.jit, static_argnames="mesh")
 def begin(
-    embed: Any,
+    embedding: Embedding,
     length: Int[Array, "B"],
     tokens: Int[Array, "B N"],
     lengths: Int[Array, "B"],
     *,
-    scale: float,
     mesh: Mesh | None,
-) -> tuple[Float[Array, "B N E"], dict[str, Array]]:
-    """Returns the first hidden states of tokens that extend rows of a length, and the rows' arrays for attention."""
+) -> tuple[Float[Array, "B N E"], Float[Array, "B N L P"] | None, dict[str, Array]]:
+    """Returns what layers take of tokens that extend rows of a length, and the rows' arrays for attention."""
     positions = positions_behind(length, lengths, tokens.shape[1])
     rows = {"positions": positions, "lengths": lengths, "next_position": length + lengths}
-    return in_rows((embedded(embed, tokens, scale), rows), mesh)
+    return in_rows((*embedding(tokens), rows), mesh)
 
 
 def _read_layers(
     layers: Sequence[Any],
     first: Int[Array, ""],
     x: Float[Array, "B N E"],
+    given: Float[Array, "B N L P"] | None,
     entries: Entries,
     recurrent: States,
     rows: dict[str, Any],
     *,
     facts: tuple[AttentionLayer, ...],
     call: Call,
-) -> tuple[Float[Array, "B N E"], Entries, States]:
-    """Returns the hidden states behind some layers, their entries, and their states."""
-    x, after, states = through_some(layers, first, x, entries, recurrent, rows, facts=facts, call=call)
-    return in_rows(x, call.mesh), after, in_rows(states, call.mesh)
+) -> tuple[Float[Array, "B N E"], Entries, States, tuple[Entries, ...]]:
+    """Runs `through_some`."""
+    x, after, states, lent = through_some(layers, first, x, given, entries, recurrent, rows, facts=facts, call=call)
+    return in_rows(x, call.mesh), after, in_rows(states, call.mesh), lent
 
 
 read_some = jax.jit(_read_layers, static_argnames=("facts", "call"), donate_argnames="x")
@@ -307,10 +299,13 @@ def step(
     stepping = Stepping(cache.policy, cache.policy.limits(len(cache.entries)))
     doubled = runs_twice(cache.batch_size, cache.mesh) and not any(cache.recurrent)  # a row has one state
     call = Call(stepping, cache.mesh, doubled=doubled)
-    x, config = tokens[:, None], params.config
-    x = embedded(params.embed, twice(x) if call.doubled else x, config.embedding_scale)
+    own, facts = tokens[:, None], facts_of(params.config)
+    x, given = params.embedding(twice(own) if call.doubled else own)
     held = cache.entries, cache.recurrent
-    x, entries, recurrent = through_some(params.layers, 0, x, *held, rows, facts=facts_of(config), call=call)
+    x, entries, recurrent, _ = through_some(params.layers, 0, x, given, *held, rows, facts=facts, call=call)
+    lenders = {source: entries.of_layers(source, 1) for source in params.config.sources}
+    borrowing = replace(call, attention=Borrowing(cache.policy))
+    x = through_readers(params, x, given, lenders, rows, facts=facts, call=borrowing)
     hidden = once(x) if call.doubled else x
     entries = entries.exchange(cache.policy.score.across)
     cache = replace(cache, entries=entries, recurrent=recurrent, length=cache.length + incoming)
@@ -318,17 +313,3 @@ def step(
 
 
 jitted_step = jax.jit(step)
-
-
-def by_row(logits: Float[Array, "B V"], mesh: Mesh | None) -> Float[Array, "B V"]:
-    """Returns the logits with whole rows on each device that has a part of the batch, as samplers need them."""
-    if mesh is None:
-        return logits
-    # The logits are gathered after the product: if whole rows are requested of it, XLA gathers the unembedding.
-    cut = logical_sharding(mesh, ("batch", "vocab"), logits.shape)
-    return in_rows(jax.lax.with_sharding_constraint(logits, cut), mesh)
-
-
-def in_rows(x: Any, mesh: Mesh | None) -> Any:
-    """Puts whole rows of arrays with axes [B, ...] on each device that has a part of the batch."""
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, rows_sharding(mesh))

@@ -161,7 +161,8 @@ def pieces(
     for i, part in enumerate(before):
         _, cache = read(params, cache, *map(put, part.arrays), plan=plan.between, run=run, owned=owned or i > 0)
         yield
-    hidden, cache = read(params, cache, *map(put, last.arrays), plan=plan.last(cache), run=run, owned=owned)
+    closing = plan.last(cache)
+    hidden, cache = read(params, cache, *map(put, last.arrays), plan=closing, run=run, owned=owned, last=True)
     logits = run(logits_of, params.head, hidden, mesh=cache.mesh)
     if plan.end.allocate:
         for part in run(passes, *map(put, batch.arrays), score=cache.policy.score, texts=texts, mesh=cache.mesh):

@@ -17,11 +17,12 @@ from kvjax.cache import Layers, Slots
 from kvjax.checks import shown
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.experts import over_experts
-from kvjax.models import Attend, AttentionLayer, Decoder, RecurrentState, embedded
+from kvjax.models import Attend, AttentionLayer, Decoder, Embedding, RecurrentState
 from kvjax.policy import Pass, Policy, Replay, Score, Texts
 from kvjax.runtime.clock import Run, run_at_once
 
-from .layers import Call, begin, facts_of, in_rows, through_layer
+from .call import Call, in_rows
+from .layers import begin, facts_of, through_layer
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 
@@ -76,15 +77,13 @@ def left(params: Decoder, cache: KVCache, part: Pass, *, run: Run = run_at_once)
 def _through(params: Decoder, cache: KVCache, part: Pass, attention: Replaying, run: Run) -> Iterator[Slots]:
     """Runs a pass through the layers. It returns what the attention leaves of each."""
     layers = list(zip(params.layers, facts_of(params.config), strict=True))
-    embed, scale = params.embed, params.config.embedding_scale
-    if part.gates:
-        embed, scale = params.gates[part.gates], 1.0
-    x, rows = run(begin, embed, cache.length, part.tokens, part.lengths, scale=scale, mesh=cache.mesh)
+    embedding = Embedding(params.gates[part.gates]) if part.gates else params.embedding
+    x, given, rows = run(begin, embedding, cache.length, part.tokens, part.lengths, mesh=cache.mesh)
     rows, call = _rows(cache, part, rows["positions"]), Call(attention, cache.mesh)
     for i, (layer, facts) in enumerate(layers):
         own, last = (cache.entries.layer(i, 0), cache.recurrent[i]), i == len(layers) - 1
         fixed = {"facts": facts, "call": call, "gates": part.gates, "last": last}
-        x, found = run(_replay_layer, layer, np.int32(i), x, *own, rows, **fixed)
+        x, found = run(_replay_layer, layer, np.int32(i), x, given, *own, rows, **fixed)
         yield found
 
 
@@ -107,6 +106,7 @@ def _replay_layer(
     layer: Any,
     index: Int[Array, ""],
     x: Float[Array, "B W E"],
+    given: Float[Array, "B W L P"] | None,
     entries: Slots,
     states: tuple[RecurrentState, ...],
     rows: dict[str, Any],
@@ -125,7 +125,7 @@ def _replay_layer(
     """
     layer = layer.attention.gates[gates].adapt(layer) if gates else layer
     attention = cast(Replaying, call.attention)
-    x, after, _ = through_layer(layer, index, x, Layers((entries,)), states, rows, facts=facts, call=call)
+    x, after, _ = through_layer(layer, index, x, given, Layers((entries,)), states, rows, facts=facts, call=call)
     held = after.layer(0, 0)
     state = Slots.only(per_slot=held.per_slot, per_row=held.per_row)
     return None if last else in_rows(x, call.mesh), held.without_state() if attention.leaves else state
@@ -147,9 +147,11 @@ def to_run(params: Decoder, cache: KVCache, part: Pass) -> Replay:
         return Call(Replaying(cache.policy, instead), cache.mesh).attend(**rows, measured=measured)
 
     records = (replace(record, alone=True) for record in params.attention_layers)
+    hidden, given = params.embedding(part.tokens)
     return Replay(
         layers=list(zip(params.layers, records, strict=True)),
-        hidden=embedded(params.embed, part.tokens, params.config.embedding_scale),
+        hidden=hidden,
+        given=given,
         positions=positions,
         lengths=part.lengths,
         entries=cache.entries,

@@ -18,6 +18,8 @@ WORDS = {
     "begin": "the embeddings",
     "read_layers": "a layer",
     "resized": "a layer's slots",
+    "last_tokens": "the last token",
+    "read_along": "a layer of the last token",
     "logits_of": "the logits",
     "passes": "the passes",
     "replay_layer": "a layer of a replay",

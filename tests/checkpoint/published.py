@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.checkpoint.published_fields import BIASES, EXPERTS, GEMMA, LLAMA3, NET, PHI, QWEN, QWEN3_5, of
+from tests.checkpoint.published_fields import BIASES, EXPERTS, GEMMA, GEMMA4, LLAMA3, NET, PHI, QWEN, QWEN3_5, of
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-2-7b": of("llama", "Llama", "rope_theta", pretraining_tp=1, rope_scaling=None, pad_token_id=0),
@@ -110,6 +110,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **GEMMA,
     )
     | {"rope_theta": 1000000},
+    "gemma-4-E2B-it, text": of("gemma4_text", "Gemma4", "rope_theta hidden_act torch_dtype", **GEMMA4)
+    | {"tie_word_embeddings": True},
     "Phi-3-mini-4k-instruct": of("phi3", "Phi3", sliding_window=2047, **PHI),
     "Phi-4-mini-instruct": of(
         "phi3",

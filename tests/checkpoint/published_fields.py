@@ -59,6 +59,32 @@ GEMMA = {
     "query_pre_attn_scalar": 8,
     "sliding_window": 512,
 }
+GEMMA4 = {
+    "attention_bias": False,
+    "attention_k_eq_v": False,
+    "dtype": "bfloat16",
+    "enable_moe_block": False,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 16,
+    "head_dim": 8,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "moe_intermediate_size": None,
+    "num_experts": None,
+    "num_global_key_value_heads": None,
+    "num_kv_shared_layers": 2,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 512,
+    "top_k_experts": None,
+    "use_bidirectional_attention": None,
+    "use_double_wide_mlp": True,
+    "vocab_size_per_layer_input": 32,
+}
 PHI = {
     "auto_map": {
         "AutoConfig": "configuration_phi3.Phi3Config",

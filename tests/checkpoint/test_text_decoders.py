@@ -127,7 +127,8 @@ def test_a_matrix_in_float32_widens_the_model(mixed):
 
 
 def test_gemma4_as_it_is_published(tmp_path):
-    config = config_from_hf(GEMMA4 | {"attention_k_eq_v": True, "layer_types": [SLIDING, FULL]})
+    shared = {"num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    config = config_from_hf(GEMMA4 | shared | {"attention_k_eq_v": True, "layer_types": [SLIDING, FULL] * 2})
     params = Decoder(config, nnx.Rngs(0))
     save_hf(params, tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())
@@ -140,7 +141,10 @@ def test_gemma4_as_it_is_published(tmp_path):
     }
     assert "model.language_model.layers.0.layer_scalar" in tensors
     assert "model.language_model.layers.1.self_attn.v_proj.weight" not in tensors
-    unread = {f"model.{name}.weight": np.ones((2, 2), np.float32) for name in ("vision_tower.a", "embed_vision.b")}
+    keys = "language_model.layers.3.self_attn.k_proj", "language_model.layers.2.self_attn.v_norm"  # of readers
+    assert f"model.{keys[0]}.weight" not in tensors
+    others = "vision_tower.a", "embed_vision.b", *keys
+    unread = {f"model.{name}.weight": np.ones((2, 2), np.float32) for name in others}
     save_file(tensors | unread, tmp_path / "model.safetensors")
     read, _ = load(tmp_path)
     assert read.config == config

@@ -34,7 +34,7 @@ FIELDS = {
     "generate": "model policy sampler seed text tokens prompt_tokens decoded_tokens prefill_seconds decode_seconds "
     "compile_seconds cache_bytes full_cache_bytes decode_tokens_per_second compression_ratio",
     "info": "path family parameters stored layers hidden_size query_heads kv_heads head_dim window_heads "
-    "attention_sinks attention_softcap experts latent recurrence vocabulary rope windows max_positions "
+    "attention_sinks attention_softcap experts latent recurrence readers vocabulary rope windows max_positions "
     "end_tokens bos_token pad_token sampler suppressed not_applied cache_dtype kv_bytes_per_token new_tokens "
     "mesh memory plans choices kernels",
     "plan": "path memory dtype max_prompt max_new_tokens chunk plans rows_of_each",

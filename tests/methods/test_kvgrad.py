@@ -37,10 +37,11 @@ SCORE = Attribution(SINKS, CHUNK, instruction=(7, 60, 2), starting=(9, 4), suffi
 POLICY = kvgrad(0.5, SINKS, score=SCORE)
 ROWS = [np.random.default_rng(4).integers(0, tiny.VOCAB, n) for n in (30, 9, 13)]
 PARAMS = tiny.decoder(4, 2, (None, None))
-# Norms before and after, factors, caps, windows, sinks, biases, experts with and without a limit, recurrent layers.
+# Norms before and after, factors, caps, windows, sinks, biases, experts with and without a limit, recurrent layers,
+# inputs of layers.
 FAMILIES = (
     *("llama-group4-tied", "gemma2-group4-layers", "mixtral-group4-window", "gpt_oss", "granite", "olmo2"),
-    *("qwen3_5_text-group7", "qwen3_5_moe_text-group4"),
+    *("qwen3_5_text-group7", "qwen3_5_moe_text-group4", "gemma4_text-group8-experts"),
 )
 
 

@@ -4,6 +4,7 @@ The lengths that the tests read and decode are above 32 and below 128 positions.
 """
 
 from tests.models.fields import (
+    BESIDE,
     DYNAMIC,
     FACTORS,
     FULL,
@@ -22,6 +23,7 @@ from tests.models.fields import (
     MSCALE,
     NETS,
     PARTIAL,
+    READERS,
     RECURRENT,
     SHORT,
     SLIDING,
@@ -205,7 +207,7 @@ CASES = {
         GROUP4
         | {"num_hidden_layers": 3, "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1}
         | {"layer_types": [SLIDING, FULL, FULL], "sliding_window": 9, "attention_k_eq_v": True}
-        | {"final_logit_softcapping": 10.0, "hidden_size_per_layer_input": 0},
+        | {"final_logit_softcapping": 10.0, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 100},
     ),
     "gemma4_text-group7-bias-untied": (
         "gemma4_text",
@@ -214,6 +216,8 @@ CASES = {
         | {"sliding_window": 9, "attention_bias": True, "tie_word_embeddings": False}
         | {"rope_parameters": {FULL: LINEAR, SLIDING: LOCAL}, "hidden_size_per_layer_input": 0},
     ),
+    "gemma4_text-group8-experts": ("gemma4_text", GROUP8 | BESIDE),
+    "gemma4_text-group4-readers": ("gemma4_text", GROUP4 | READERS),
     "mixtral-group4-window": (
         "mixtral",
         GROUP4 | {"num_hidden_layers": 2, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 9},
@@ -306,6 +310,8 @@ DECODED = (
     "gemma2-group4-layers",
     "gemma3_text-group4-layers",
     "gemma4_text-group4-kinds",
+    "gemma4_text-group4-readers",
+    "gemma4_text-group8-experts",
     "mixtral-group4-window",
     "qwen3_moe-group8-layers",
     "gpt_oss-group4-layers",
@@ -336,6 +342,8 @@ ROUNDED = (
     "gemma2-group4-layers",
     "gemma3_text-group8-bias-untied",
     "gemma4_text-group7-bias-untied",
+    "gemma4_text-group8-experts",
+    "gemma4_text-group4-readers",
     "mixtral-group4-window",
     "qwen3_moe-group8-layers",
     "gpt_oss-group4-layers",

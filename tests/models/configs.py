@@ -20,7 +20,8 @@ OLMO3 = LLAMA | {"model_type": "olmo3"}
 GLM4 = QWEN2 | {"model_type": "glm4", "head_dim": 8}
 GEMMA2 = QWEN2 | {"model_type": "gemma2", "head_dim": 8}
 GEMMA3 = GEMMA2 | {"model_type": "gemma3_text"}
-GEMMA4 = GEMMA2 | {"model_type": "gemma4_text", "global_head_dim": 16, "hidden_size_per_layer_input": 0}
+GEMMA4 = GEMMA2 | {"model_type": "gemma4_text", "global_head_dim": 16, "hidden_size_per_layer_input": 4}
+GEMMA4 |= {"vocab_size_per_layer_input": 32}
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_key_value_heads": 2}
 QWEN3_5 = QWEN2 | {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 16}
 QWEN3_5_MOE = QWEN3_5 | {"model_type": "qwen3_5_moe_text"}
@@ -35,7 +36,7 @@ GLM4_MOE_LITE = LLAMA | LATENT | {"model_type": "glm4_moe_lite"}
 GRANITE = LLAMA | {"model_type": "granite"}
 GRANITEMOE = LLAMA | {"model_type": "granitemoe"}
 INTERNLM2 = LLAMA | {"model_type": "internlm2"}
-# Fields of which transformers' defaults serve nobody: no number, inputs of layers, and an odd number of channels.
+# Fields of which transformers' defaults serve few: no number, inputs for a large vocabulary, and odd channels.
 NEEDED = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "gemma4_text": {"hidden_size_per_layer_input": 0},

@@ -35,6 +35,7 @@ FACTS = {
     "value_norm": True,
     "keys_are_values": True,
     "layer_scalars": True,
+    "layer_input_size": 6,
     "mixture": Mixture(experts=4, per_token=2, size=12, dense_layers=(1,), biased=True, limit=0.5),
 }
 ROWS = [np.random.default_rng(n).integers(0, VOCAB, n) for n in LENGTHS]

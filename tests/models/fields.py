@@ -39,6 +39,31 @@ GROUPED = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.5,
 }
+BESIDE = {
+    "num_hidden_layers": 2,
+    "layer_types": [SLIDING, FULL],
+    "sliding_window": 9,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 100,
+}
+READERS = {
+    "num_hidden_layers": 5,
+    "layer_types": [FULL, SLIDING, FULL, SLIDING, FULL],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 9,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 100,
+}
 MIXED = {"layer_types": [FULL, SLIDING]}
 SHORT = {"max_position_embeddings": 32}
 FACTORS = {

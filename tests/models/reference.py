@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 100
+ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")
 
 
 def skip_unknown(model_type: str) -> None:
@@ -49,7 +50,7 @@ def reference(model_type: str, fields: dict) -> Any:
     ).eval()
     limit_swiglu(model)
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):  # ones by default, which would hide a missing or swapped norm
+        if name.endswith(ONES):  # ones by default, which would hide a missing or swapped norm
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         if name.endswith("sinks"):  # close to 0 by default
             torch.nn.init.normal_(parameter)

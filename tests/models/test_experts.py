@@ -16,7 +16,7 @@ from kvjax.mesh.experts import gathered_products, mixed, over_experts, sorted_pr
 from kvjax.mesh.sharding import fit_mesh
 from kvjax.models import ExpertWeights, Mixture, densely, routed
 from kvjax.models.feed_forward import ACTIVATIONS
-from tests.models.fields import NETS
+from tests.models.fields import BESIDE, NETS
 from tests.products import each_once
 from tests.tiny import decoder
 
@@ -76,7 +76,9 @@ def test_biases_and_clamps():
     """gpt-oss's definition, token by token: softmax over the best logits alone, clamped gates and linear parts."""
     mixture = Mixture(5, 2, F, biased=True, limit=0.5)
     x, weights = problem(1, 6, mixture)
-    router, gate, up, down, router_bias, gate_bias, up_bias, down_bias = (np.asarray(w, np.float64) for w in weights)
+    router, gate, up, down, router_bias, gate_bias, up_bias, down_bias = (
+        np.asarray(w, np.float64) for w in weights[:8]
+    )
     expected, clamped = np.zeros((6, E)), 0
     for n, token in enumerate(np.asarray(x[0], np.float64)):
         logits = token @ router + router_bias
@@ -97,12 +99,18 @@ def test_biases_and_clamps():
     each_once([(1, {}), (9, BIASED), (9, {}), (1, BIASED)], [(2, 4), (1, 8), (2, 2)]),
 )
 def test_experts_on_a_mesh(data, model, tokens, facts):
-    """There are two kv heads, so that four and eight devices hold replicas of kv heads, but not of experts."""
+    """There are two kv heads, so that four and eight devices hold replicas of kv heads, but not of experts.
+
+    Shares have factors, and the router reads other hidden states than the experts.
+    """
     mixture = Mixture(8, 3, F, **facts)
     x, weights = problem(4, tokens, mixture)
+    weights, judged = weights._replace(factor=jnp.arange(1.0, 9) / 4), jnp.flip(x, axis=0)
     mesh = fit_mesh(kvjax.make_mesh(data=data, model=model), decoder(8, 2, mixture=mixture).config)
-    mix = jax.jit(lambda x, weights: over_experts(mesh)(x, weights, mixture, jax.nn.silu))
-    np.testing.assert_allclose(mix(x, weights), densely(x, weights, mixture, jax.nn.silu), atol=2e-5)
+    mix = jax.jit(lambda x, weights, judged: over_experts(mesh)(x, weights, mixture, jax.nn.silu, judged))
+    expected = densely(x, weights, mixture, jax.nn.silu, judged)
+    assert np.abs(expected - densely(x, weights, mixture, jax.nn.silu)).max() > 1
+    np.testing.assert_allclose(mix(x, weights, judged), expected, atol=5e-5)
 
 
 def test_meshes_that_do_not_divide_the_experts():
@@ -128,6 +136,7 @@ FIELDS = {
         "head_dim": 8,
         "norm_topk_prob": True,
     },
+    "gemma4_text": BESIDE | {"num_experts": 8},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 8, "sliding_window": 9},
     "qwen3_5_moe_text": {
         "num_experts": 8,
@@ -139,7 +148,7 @@ FIELDS = {
         **NETS,
     },
 }
-APART = sorted(FIELDS.keys() - {"gpt_oss"})  # whose published checkpoints have a tensor for each expert
+APART = sorted(FIELDS.keys() - {"gpt_oss", "gemma4_text"})  # whose published checkpoints have a tensor for each expert
 LENGTHS, NEW = (3, 17, 40, 1), 12
 
 

@@ -32,8 +32,10 @@ OWN = {
     "deepseek_v3": LATENTS,
     "gemma2": {},
     "gemma3_text": {"sliding_window_pattern": 2},
-    "gemma4_text": {"sliding_window": 5, "head_dim": 6, "global_head_dim": 4, "hidden_size_per_layer_input": 0}
-    | {"attention_k_eq_v": True, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_text": {"sliding_window": 5, "head_dim": 6, "global_head_dim": 4, "hidden_size_per_layer_input": 6}
+    | {"vocab_size_per_layer_input": 24, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    | {"attention_k_eq_v": True, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 20},
     "glm4": {},
     "glm4_moe": EXPERTS | {"use_qk_norm": True},
     "glm4_moe_lite": LATENTS | {"first_k_dense_replace": None, "mlp_layer_types": ["sparse", "dense"]},

@@ -26,6 +26,7 @@ def test_the_facts_matter():
         "mixture",
         "keys_are_values",
         "layer_scalars",
+        "layer_input_size",
         "value_norm",
     }:  # whose parameters would be missing, or which the comparison with transformers shows to matter
         graph, state = nnx.split(params)

@@ -105,6 +105,20 @@ def test_gemma_3_1b():
     assert (config.scale, config.embedding_scale, config.tie_embeddings) == (1 / 16, 1152**0.5, True)
 
 
+def test_gemma_4_e2b():
+    """The fields of google/gemma-4-E2B-it that describe its text decoder and differ from the defaults."""
+    sizes = {"hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 1}
+    config = config_from_hf(
+        {"model_type": "gemma4_text", "num_hidden_layers": 35, "vocab_size": 262_144, "num_kv_shared_layers": 20}
+        | {"layer_types": ([SLIDING] * 4 + [FULL]) * 7, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0}
+        | sizes
+    )
+    assert config.windows == (512, 512, 512, 512, None) * 3
+    assert config.readers == ((13, 13, 13, 13, 14) * 4, 12_288)
+    assert (config.mlp_size, config.layer_input_size, config.kinds_of_heads) == (6144, 256, ((1, 256), (1, 512)))
+    assert config.bytes_per_token("bfloat16") == 2 * 2 * (12 * 256 + 3 * 512)
+
+
 def test_qwen3_30b_a3b():
     """The fields of Qwen/Qwen3-30B-A3B that describe the model, and those that transformers writes for them."""
     hf = {

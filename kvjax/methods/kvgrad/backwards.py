@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Entries
-from kvjax.models import densely
+from kvjax.models import densely, of_layer
 from kvjax.policy import Replay
 
 from .differentiable import differentiable
@@ -35,14 +35,14 @@ def backwards(replay: Replay) -> Entries:
         first.append(x)
         x = recur(i, x, replay.mix)
         before.append(x)
-        x, _ = layer(x, record, attend, entries.of_layers(i, 1), replay.mix)
+        x, _ = layer(x, record, attend, entries.of_layers(i, 1), replay.mix, of_layer(replay.given, i))
     gradient = jnp.where(replay.positions[..., None] >= 0, 2 * x, 0)  # of Phi
     for i, (layer, record) in reversed(list(enumerate(replay.layers))):
         # The barrier, and on a CPU the sum, keep XLA from holding what the layer computed on the way forwards.
         x, gradient = jax.lax.optimization_barrier((before[i] + 0 * gradient, gradient))
         attending = partial(layer.attended, layer=record, attend=attend, cache=entries.of_layers(i, 1))
-        gradient, of_given = _backwards(layer, attending, x, gradient)
-        sensitivity = jnp.linalg.norm(of_given.astype(jnp.float32), axis=-1)
+        gradient, of_added = _backwards(layer, attending, x, gradient, of_layer(replay.given, i))
+        sensitivity = jnp.linalg.norm(of_added.astype(jnp.float32), axis=-1)
         _, part = layer.attended(x, record, replay.attend(measured=sensitivity), entries.of_layers(i, 1))
         entries = entries.with_layers(i, part)
         if len(layer.before):
@@ -56,13 +56,15 @@ def _backwards(
     attending: Callable[..., tuple[Array, Any]],
     x: Float[Array, "B W E"],
     gradient: Float[Array, "B W E"],
+    own: Float[Array, "B W P"] | None,
 ) -> tuple[Float[Array, "B W E"], Float[Array, "B W E"]]:
     """Returns the gradients by a layer's input and by its projected contexts, from the gradient by its output.
 
     Args:
         attending: from the input, the contexts and entries, which are ignored.
+        own: the inputs of this layer beside the hidden states, where layers have them.
     """
-    given, by_attention = jax.vjp(lambda x: layer.attention.project_out(attending(x)[0]), x)
-    _, by_rest = jax.vjp(lambda x, given: layer.after_attention(x, given, densely), x, given)
-    of_x, of_given = by_rest(gradient)
-    return of_x + by_attention(of_given)[0], of_given
+    added, by_attention = jax.vjp(lambda x: layer.attention.project_out(attending(x)[0]), x)
+    _, by_rest = jax.vjp(lambda x, added: layer.after_attention(x, added, densely, own), x, added)
+    of_x, of_added = by_rest(gradient)
+    return of_x + by_attention(of_added)[0], of_added
