@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -136,6 +136,11 @@ def _reading(config: DecoderConfig, plans: Plans, model: int) -> int:
         grown = jax.eval_shape(lambda cache: replace(cache, entries=cache.entries.grow(slots)), cache)
         return bytes_per_device(grown, config, model=model)
 
+    @cache
+    def nbytes_after(new: int, room: int) -> int:
+        after = jax.eval_shape(partial(after_prompt, config=config, new=new, room=room), plans.empty)
+        return bytes_per_device(after, config, model=model)
+
     most, row = 0, planned_row(config, plans)
     after = bytes_per_device(row, config, model=model)
     for count, size in plans.sizes.reads:
@@ -146,8 +151,8 @@ def _reading(config: DecoderConfig, plans: Plans, model: int) -> int:
                 most = max(most, nbytes(row, plans.between(size, row).slots) + after)
         if plan.end.allocate:
             held += nbytes(plans.empty, plan.last(plans.empty).slots)
-        left = jax.eval_shape(partial(after_prompt, config=config, new=plan.new, room=plan.room), plans.empty)
-        most = max(most, count * (held + bytes_per_device(left, config, model=model)))
+        leaves_rows = count == 1 or plan.end.allocate
+        most = max(most, count * (held + (after if leaves_rows else nbytes_after(plan.new, plan.room))))
     return most
 
 
