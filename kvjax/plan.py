@@ -61,17 +61,23 @@ def plan_cache(
     def read() -> KVCache:
         cache = KVCache.empty(config, policy, jnp.full(batch, length), size, dtype)
         room = room_for(new_tokens)
-        if policy.allocates:
-            kept = (UNLIMITED,) * config.num_layers
-            return replace(cache, entries=_allocated(cache, config, room), kept=kept, filled=True)
-        plan = plan_read(cache, cache.entries.bounds, new=size, room=room, compress=True, final=True)
-        entries = (_settled(cache, config, plan) if plan.settled else cache.entries).grow(plan.slots)
-        if policy.every is None:  # the prompt has been compressed, and no state is needed any more
-            entries = Layers(tuple(layer.without_state() for layer in entries))
-        return replace(cache, entries=entries, filled=True)
+        return after_prompt(cache, config, new=size, room=room)
 
     cache = replace(jax.eval_shape(read), mesh=mesh)
     return cache if mesh is None else on_mesh(cache, mesh)
+
+
+def after_prompt(cache: KVCache, config: DecoderConfig, *, new: int, room: int) -> KVCache:
+    """An empty cache after its prompt of up to `new` tokens, with `room` slots for tokens to come; for `eval_shape`."""
+    policy = cache.policy
+    if policy.allocates:
+        kept = (UNLIMITED,) * config.num_layers
+        return replace(cache, entries=_allocated(cache, config, room), kept=kept, filled=True)
+    plan = plan_read(cache, cache.entries.bounds, new=new, room=room, compress=True, final=True)
+    entries = (_settled(cache, config, plan) if plan.settled else cache.entries).grow(plan.slots)
+    if policy.every is None:  # the prompt has been compressed, and no state is needed any more
+        entries = Layers(tuple(layer.without_state() for layer in entries))
+    return replace(cache, entries=entries, filled=True)
 
 
 def full_bytes(cache: KVCache, config: DecoderConfig, length: int, new_tokens: int) -> int:

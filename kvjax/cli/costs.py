@@ -59,11 +59,11 @@ def _suits(text: str, config: DecoderConfig) -> bool:
 def footprint_of(
     config: DecoderConfig, policy: str, weights: int, dtype: Any, *, length: int, new_tokens: int, chunk: int = 512
 ) -> Footprint:
-    """The bytes of an engine on one device."""
+    """The bytes of an engine on one device, which reads short prompts together."""
     from kvjax.engine import Footprint
     from kvjax.engine.plans import Plans
-    from kvjax.engine.sizes import Sizes
+    from kvjax.engine.sizes import TOGETHER, Sizes
     from kvjax.policies import parse
 
-    sizes = Sizes.of(1, length, new_tokens, chunk=chunk)
+    sizes = Sizes.of(TOGETHER, length, new_tokens, chunk=chunk)
     return Footprint.of(config, Plans.of(config, parse(policy), sizes, dtype, None, ()), weights)

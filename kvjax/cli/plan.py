@@ -28,7 +28,7 @@ def plan(
     ] = None,
     max_prompt: Annotated[int, typer.Option(help="The most tokens that a prompt may have.")] = 8192,
     max_new_tokens: NewTokens = 1024,
-    chunk: Annotated[int, typer.Option(help="The most tokens of a prompt that are read between two steps.")] = 512,
+    chunk: Annotated[int, typer.Option(help="The most tokens that are read between two steps.")] = 512,
     dtype: Annotated[str | None, typer.Option(help="Dtype of weights and cache. Default: the stored dtype.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -100,4 +100,4 @@ def _show(found: list[dict[str, Any]], row: str, tokens: int, memory: int, of_ea
         sizes = [bytes_text(one[name]) for name in ("bytes_per_row", "prompt")]
         table.add_row(escape(one["policy"]), f"{one['rows']:,}", *sizes)
     console.print(table)
-    console.print("prompt: one at a time is read; activations of a chunk come on top", style="dim")
+    console.print("prompt: what is read at a time; activations of a chunk come on top", style="dim")

@@ -59,7 +59,7 @@ def serve(
         str | None,
         typer.Option(help="Continue conversations: keep finished requests in so much memory of the host, such as 4GB."),
     ] = None,
-    chunk: Annotated[int, typer.Option(help="The most tokens of a prompt that are read between two steps.")] = 512,
+    chunk: Annotated[int, typer.Option(help="The most tokens that are read between two steps.")] = 512,
     mesh: Mesh = "1x1",
     coordinator: Annotated[
         str | None,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from itertools import takewhile
 
 import jax
 import numpy as np
@@ -21,11 +21,9 @@ from .compiling import Programs, WarmUp
 from .plans import Plans
 from .reading import Read, Reader
 from .resident import Resident, Start, compile_rows
-from .reuse import Reuse, joined
+from .reuse import Reuse, Wanted
 from .stored import Stored
 from .ticket import Ticket
-
-Arrays = TypeVar("Arrays", Start, RowGuides)
 
 # The host's part of a program takes time of a CPU's cores, so a CPU takes several steps of a small model at once.
 CPU_STEPS = 16  # of a program, at most
@@ -68,10 +66,10 @@ class Device:
         self.at_once = min(at_once or (CPU_STEPS if self._on_cpu else 1), plans.sizes.max_new_tokens)
         self._programs = programs = Programs(plans.placed)
         adding = Reader(plans, params, programs.compile, plans.shapes_of)
-        logits, self.row = adding.add_all(after=plans.keeps or reuse.prefixes is not None)
+        reads = adding.add_all(after=plans.keeps or reuse.prefixes is not None)
+        self.row = reads[1].cache
         self._reader = replace(adding, run=programs.call, put=plans.put_rows)
-        start = self._everywhere(example.start)
-        compile_rows(programs, plans, params, logits, self.row, start, at_once=self.at_once, guides=guides)
+        compile_rows(programs, plans, params, reads, example.start, at_once=self.at_once, guides=guides)
         programs.finish()
         self.workspace = programs.workspace
 
@@ -80,13 +78,14 @@ class Device:
 
         A GPU or TPU loads a program when it runs first, so prompts of every class are read that take one chunk.
         """
-        sizes = self._plans.sizes
-        for size in () if self._on_cpu else sizes.classes[: sizes.classes.index(sizes.chunk) + 1]:
-            complete(self._reader.prompt(np.zeros(size, np.int32)))
-        read = complete(self._reader.prompt(example.prompt))
-        start = self._everywhere(example.start)
+        read, start = complete(self._reader.prompts([example.prompt])), self._plans.everywhere(example.start)
         self.resident: Resident = self._programs.run("idle", read.cache, read.logits, start)
-        np.asarray(self.admit(read, example.start, 0))
+        reads = {1: read}
+        for count, size in () if self._on_cpu else self._plans.sizes.reads:
+            if size <= self._plans.sizes.chunk:
+                reads[count] = complete(self._reader.prompts([np.zeros(size, np.int32)] * count))
+        for count, read in reads.items():
+            np.asarray(self.admit(read, Start.of([example.start] * count), range(count)))
         seconds = min(self._step_seconds() for _ in range(3))
         if self._timed:
             self.at_once = min(max(1, int(CPU_SECONDS / seconds)), self.at_once)
@@ -98,35 +97,31 @@ class Device:
         jax.block_until_ready(self.advance(np.zeros(self._plans.sizes.rows, bool), 1))
         return time.perf_counter() - started
 
-    def _everywhere(self, one: Arrays) -> Arrays:
-        """The arrays of a request for each part of the batch."""
-        return jax.tree.map(lambda x: self._plans.put_rows(np.repeat(x, self._plans.batch, axis=0)), one)
-
     @property
     def cache(self) -> KVCache:
         """The resident cache."""
         return self.resident.decoding.cache
 
-    def read(
-        self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"] | None, limit: int, continues: bool
-    ) -> Pieces[Read]:
-        """Reads a prompt, after a prefix if there is one, and yields after each unit of work but the last.
+    def together(self, waiting: Sequence[Wanted]) -> int:
+        """The number of the first of these requests that are read together: they have short prompts, and no more."""
+        begin = list(takewhile(lambda one: one.prefix is None and not self._reuse.finds(one), waiting))
+        return self._plans.sizes.together([one.prompt.size for one in begin])
 
-        Args:
-            limit: the most tokens of the answer.
-            continues: whether it may continue a conversation.
+    def read(self, requests: Sequence[Wanted]) -> Pieces[Read]:
+        """Reads requests, as many as `together` says, and yields after each unit of work but the last.
 
         Raises:
-            TooLongError: the conversation that the request was to continue is not there any more.
+            TooLongError: the conversation that the only request was to continue is not there any more.
         """
-        tokens = joined(prefix, prompt)
-        if continues and (stored := self._reuse.take(tokens, limit)) is not None:
-            return (yield from self._reader.continued(tokens, stored))
-        self._plans.check(prompt.size, None if prefix is None else prefix.size, limit, self.row)
-        if prefix is None:
-            return (yield from self._reader.prompt(prompt))
+        for one in requests:
+            if (stored := self._reuse.take(one)) is not None:
+                return (yield from self._reader.continued(one.tokens, stored))
+        first = requests[0]
+        self._plans.check(first.prompt.size, None if first.prefix is None else first.prefix.size, first.limit, self.row)
+        if first.prefix is None:
+            return (yield from self._reader.prompts([one.prompt for one in requests]))
         assert self._reuse.prefixes is not None
-        return (yield from self._reader.question(prompt, prefix, self._reuse.prefixes))
+        return (yield from self._reader.question(first.prompt, first.prefix, self._reuse.prefixes))
 
     def keep(self, tokens: Int[np.ndarray, "N"], row: int) -> None:
         """Keeps the cache of a row whose answer has ended, unless there is one that has seen the same tokens.
@@ -141,11 +136,24 @@ class Device:
         self._copied.start()
         self._reuse.keep(tokens, self._copied)
 
-    def admit(self, read: Read, start: Start, row: int, guides: RowGuides | None = None) -> Int32[Array, "R _ 1"]:
-        """Puts a request whose prompt has been read into a row. Returns the report of its first token, first."""
-        name, last = ("admit", []) if guides is None else ("admit guided", [self._everywhere(guides)])
+    def admit(
+        self, read: Read, start: Start, rows: Sequence[int], guides: RowGuides | None = None
+    ) -> Int32[Array, "R _ 1"]:
+        """Puts requests that have been read into rows. A row beyond the last one is that of a request that has ended.
+
+        Returns:
+            The report of their first tokens, first.
+        """
+        everywhere = self._plans.everywhere
+        name, last = ("admit", []) if guides is None else ("admit guided", [everywhere(guides)])
         self.resident, report = self._programs.run(
-            name, self.resident, read.cache, read.logits, self._everywhere(start), np.int32(row), *last
+            (name, len(rows)),
+            self.resident,
+            read.cache,
+            read.logits,
+            everywhere(start),
+            np.array(rows, np.int32),
+            *last,
         )
         if self._plans.on_hosts:  # each part of the batch reports the same, and this process has one
             report = report.addressable_data(0)

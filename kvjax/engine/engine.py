@@ -93,7 +93,8 @@ class Engine:
             max_prompt: the most tokens of a prompt.
             max_new_tokens: the most tokens of an answer.
             tokenizer: a fast tokenizer of transformers. Without one, prompts are token ids, and answers have no text.
-            chunk: the most tokens of a prompt that are read between two steps. It is rounded up to a bucket.
+            chunk: the most tokens that are read between two steps: of one prompt, or of four short ones. It is rounded
+                up to a bucket.
             max_queue: the most requests that wait for a row.
             max_end_tokens: the most end tokens of a request.
             steps_at_once: the most steps of one program, which it takes while no request could be admitted. A request
@@ -275,7 +276,7 @@ class Engine:
         asked = Options(seed=seed, eos=self._ends if eos is None else eos, **options)
         vocab_size, suppressed = self.params.config.vocab_size, self.params.card.suppressed
         ticket = Ticket.of(prompt, asked, self.sizes, self.tokenizer, vocab_size, suppressed, self._grammars)
-        self._reuse.check(ticket.prompt, ticket.prefix, ticket.limit, self._row, continues=ticket.continues)
+        self._reuse.check(ticket.wanted, self._row)
         return ticket
 
     def _cancel(self, ticket: Ticket) -> None:

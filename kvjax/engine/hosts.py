@@ -6,7 +6,7 @@ The leader announces each piece of work before it begins it. The messages go thr
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from kvjax.runtime.modes import own_modes
 from .device import Device, Read
 from .errors import EngineClosedError, TooLongError
 from .resident import Start
+from .reuse import Wanted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,13 +94,14 @@ class Leader:
     def __init__(self, device: Device, channel: Channel) -> None:
         self._device, self._channel = device, channel
 
-    def read(
-        self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"] | None, limit: int, continues: bool
-    ) -> Generator[None, None, Read]:
+    def together(self, waiting: Sequence[Wanted]) -> int:
+        """Does what `Device.together` does, which runs nothing."""
+        return self._device.together(waiting)
+
+    def read(self, requests: Sequence[Wanted]) -> Generator[None, None, Read]:
         """Does what `Device.read` does."""
-        given: dict[str, Any] = {"prompt": prompt, "prefix": prefix, "limit": limit, "continues": continues}
-        units = self._device.read(**given)
-        self._channel.send({"do": "read", "given": given})
+        units = self._device.read(requests)
+        self._channel.send({"do": "read", "requests": [one._asdict() for one in requests]})
         while True:
             try:
                 next(units)
@@ -108,12 +110,13 @@ class Leader:
             yield
             self._channel.send({"do": "unit"})
 
-    def admit(self, read: Read, start: Start, row: int, guides: RowGuides | None = None) -> Int32[Array, "R _ 1"]:
+    def admit(
+        self, read: Read, start: Start, rows: Sequence[int], guides: RowGuides | None = None
+    ) -> Int32[Array, "R _ 1"]:
         """Does what `Device.admit` does."""
-        self._channel.send(
-            {"do": "admit", "start": jax.tree.leaves(start), "row": row, "guides": jax.tree.leaves(guides)}
-        )
-        return self._device.admit(read, start, row, guides)
+        arrays = {"start": jax.tree.leaves(start), "guides": jax.tree.leaves(guides)}
+        self._channel.send({"do": "admit", "rows": list(rows), **arrays})
+        return self._device.admit(read, start, rows, guides)
 
     def advance(self, wanted: Bool[np.ndarray, "B"], most: int) -> tuple[Int32[Array, "3 B K"], Int[Array, ""]]:
         """Does what `Device.advance` does."""
@@ -153,7 +156,7 @@ def follow(device: Device, channel: Channel, example: Start) -> None:
         match message["do"]:
             case "read" | "unit" as kind:
                 if kind == "read":
-                    units = device.read(**message["given"])
+                    units = device.read([Wanted(**one) for one in message["requests"]])
                 assert units is not None
                 try:
                     next(units)
@@ -167,7 +170,7 @@ def follow(device: Device, channel: Channel, example: Start) -> None:
                 assert read is not None
                 start = jax.tree.unflatten(jax.tree.structure(example), message["start"])
                 guides = RowGuides(*message["guides"]) if message["guides"] else None
-                device.admit(read, start, message["row"], guides)
+                device.admit(read, start, message["rows"], guides)
                 units = read = None
             case "advance":
                 device.advance(message["wanted"], message["most"])

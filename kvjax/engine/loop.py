@@ -1,8 +1,8 @@
 """The loop of an engine: one thread runs it, and any thread submits, cancels and closes.
 
-A turn reads one chunk of a prompt, if there is a free row and a request that waits, and starts a program of all rows.
-The program takes up to `at_once` steps, until an answer ends, but one step if a request could be admitted after it. The
-device works on it while the host delivers the tokens of the program before.
+A turn reads one chunk of a prompt, or several short prompts in one, if there is a free row and a request that waits.
+Then it starts a program of all rows, which takes up to `at_once` steps, until an answer ends, but one step if a request
+could be admitted after it. The device works on it while the host delivers the tokens of the program before.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +26,7 @@ from kvjax.runtime.modes import own_modes
 from .device import Device, Read
 from .errors import EngineClosedError, QueueFullError, TooLongError
 from .handle import Finish, Token
+from .resident import Start
 from .stats import Counters
 from .ticket import Ticket
 
@@ -38,14 +40,14 @@ COMPLETE: tuple[Finish | None, ...] = ("end", "length")
 
 @dataclass
 class Reading:
-    """The request whose prompt is being read."""
+    """The requests whose prompts are being read together."""
 
-    ticket: Ticket
+    tickets: list[Ticket]
     units: Generator[None, None, Read]
 
 
 class Loop:
-    """Requests that wait, the one whose prompt is read, and those in rows.
+    """Requests that wait, those whose prompts are read, and those in rows.
 
     Attributes:
         counters: what has been done.
@@ -96,7 +98,7 @@ class Loop:
                 raise self.error
             if self._closing:
                 raise EngineClosedError("the engine is closed")
-            # A request may be seen in its row while it is still the one that is read.
+            # A request may be seen in its row while it is still one of those that are read.
             others = len({id(one) for one in self._accepted() if not (one.cancelled or one.feed.ended)})
             if others + len(tickets) > self.capacity:
                 raise QueueFullError(
@@ -131,13 +133,17 @@ class Loop:
 
     @property
     def busy(self) -> int:
-        """The number of rows that have a request, or will have the one whose prompt is read."""
-        return sum(ticket is not None for ticket in self.rows) + (self._reading is not None)
+        """The number of rows that have a request, or will have one whose prompt is read."""
+        return sum(ticket is not None for ticket in self.rows) + len(self._read_now)
+
+    @property
+    def _read_now(self) -> list[Ticket]:
+        """The requests whose prompts are read."""
+        return [] if (reading := self._reading) is None else reading.tickets
 
     def _accepted(self) -> list[Ticket]:
         """The requests that have not ended."""
-        reading = [] if self._reading is None else [self._reading.ticket]
-        return [*self._queue, *reading, *(ticket for ticket in self.rows if ticket is not None)]
+        return [*self._queue, *self._read_now, *(ticket for ticket in self.rows if ticket is not None)]
 
     # The loop's thread.
 
@@ -176,40 +182,55 @@ class Loop:
             if ticket is not None and ticket.cancelled:
                 self.rows[row] = None
                 self._end(ticket)
-        if self._reading is not None and self._reading.ticket.cancelled:
-            ticket, self._reading = self._reading.ticket, None
-            self._end(ticket)
+        for ticket in self._read_now:
+            if ticket.cancelled and not ticket.feed.ended:
+                self._end(ticket)
+        if all(ticket.feed.ended for ticket in self._read_now):
+            self._reading = None
 
     def _read(self) -> None:
-        """Reads one unit of a prompt, and admits the request to a free row after the last one."""
+        """Reads one unit of a prompt, or of several, and admits the requests to free rows after the last one."""
         if self._reading is None and None in self.rows:
             with self._changed:
                 if self._queue:
-                    ticket = self._queue.popleft()
-                    self.counters.begin(ticket.submitted)
-                    units = self._device.read(ticket.prompt, ticket.prefix, ticket.limit, ticket.continues)
-                    self._reading = Reading(ticket, units)
+                    waiting = [ticket.wanted for ticket in islice(self._queue, self.rows.count(None))]
+                    tickets = [self._queue.popleft() for _ in range(self._device.together(waiting))]
+                    for ticket in tickets:
+                        self.counters.begin(ticket.submitted)
+                    self._reading = Reading(tickets, self._device.read([ticket.wanted for ticket in tickets]))
         if self._reading is None:
             return
-        ticket = self._reading.ticket
         try:
             next(self._reading.units)
-        except (OSError, TooLongError) as error:  # of a store, which concerns this request alone
+        except (OSError, TooLongError) as error:  # of a store, which concerns the only request that is read
+            for ticket in self._read_now:
+                ticket.feed.fail(error)
+                self.counters.finish("failed", ticket.submitted)
             self._reading = None
-            ticket.feed.fail(error)
-            self.counters.finish("failed", ticket.submitted)
         except StopIteration as stop:
-            guides = None
-            if ticket.guided is not None and not self._guide(ticket, guides := self._no_guides(1), 0):
-                self._reading = None
-                return
-            row, read = self.rows.index(None), stop.value
-            report = self._device.admit(read, ticket.start, row, guides)
-            self._due.append(partial(self._deliver, report, 1, [ticket]))
-            ticket.feed.cached_tokens = read.cached
-            self.counters.prompt_tokens += ticket.prompt_tokens
-            self.counters.cached_tokens += read.cached
-            self.rows[row], self._reading = ticket, None
+            self._admit(self._read_now, stop.value)
+            self._reading = None
+
+    def _admit(self, tickets: list[Ticket], read: Read) -> None:
+        """Admits requests that have been read to free rows, but for those that have ended meanwhile."""
+        guides = None
+        if any(ticket.guided is not None for ticket in tickets):
+            guides = self._no_guides(len(tickets))
+            for i, ticket in enumerate(tickets):
+                if ticket.guided is not None and not ticket.feed.ended:
+                    self._guide(ticket, guides, i)
+        free = (row for row, ticket in enumerate(self.rows) if ticket is None)
+        rows = [len(self.rows) if ticket.feed.ended else next(free) for ticket in tickets]
+        if min(rows) == len(self.rows):
+            return
+        report = self._device.admit(read, Start.of([ticket.start for ticket in tickets]), rows, guides)
+        self._due.append(partial(self._deliver, report, 1, tickets))
+        for row, ticket in zip(rows, tickets, strict=True):
+            if row < len(self.rows):
+                ticket.feed.cached_tokens = read.cached
+                self.counters.prompt_tokens += ticket.prompt_tokens
+                self.counters.cached_tokens += read.cached
+                self.rows[row] = ticket
 
     def _advance(self) -> bool:
         """Advances all rows. Returns whether there were any."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from kvjax.checks import is_integer, shown
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig
-from kvjax.plan import bytes_per_device, plan_cache
+from kvjax.plan import after_prompt, bytes_per_device, plan_cache
 
 from .plans import Plans
 
@@ -47,8 +48,8 @@ class Footprint:
     Attributes:
         weights: of the model.
         row: of each row that the device holds: its cache, and the state of its answer.
-        prompt: of the request whose prompt is read: its cache before and after compression. And of the row that is
-            copied to the host, if conversations are kept.
+        prompt: of the requests whose prompts are read together: their caches before and after compression. And of the
+            row that is copied to the host, if conversations are kept.
         workspace: of the largest program, beside its arguments and results: activations. Compilers decide it, so it is
             known once the programs are compiled, and 0 before that.
     """
@@ -75,7 +76,7 @@ class Footprint:
         key = jax.eval_shape(jax.random.key, 0).dtype.itemsize
         answer = 8 * sizes.max_new_tokens + config.vocab_size + 4 * sizes.ends + key + (1 + 5 * 4) + (1 + 4 + 4)
         kept = cache if plans.keeps else 0
-        return cls(weights, cache + small + answer, _reading(config, plans, model) + cache + kept)
+        return cls(weights, cache + small + answer, _reading(config, plans, model) + kept)
 
     def total(self, rows: int) -> int:
         """Returns the bytes with this number of rows on each device."""
@@ -129,22 +130,29 @@ def bytes_of_row(config: DecoderConfig, plans: Plans) -> int:
 
 
 def _reading(config: DecoderConfig, plans: Plans, model: int) -> int:
-    """The bytes of a cache before compression, of the class of prompts that takes most."""
+    """The bytes of the caches before and after compression, of the read that takes most."""
 
     def nbytes(cache: KVCache, slots: tuple[int, ...]) -> int:
         grown = jax.eval_shape(lambda cache: replace(cache, entries=cache.entries.grow(slots)), cache)
         return bytes_per_device(grown, config, model=model)
 
+    @cache
+    def nbytes_after(new: int, room: int) -> int:
+        after = jax.eval_shape(partial(after_prompt, config=config, new=new, room=room), plans.empty)
+        return bytes_per_device(after, config, model=model)
+
     most, row = 0, planned_row(config, plans)
-    for size in plans.sizes.classes:
-        plan, held = plans.of_class(size), 0
+    after = bytes_per_device(row, config, model=model)
+    for count, size in plans.sizes.reads:
+        plan, held = plans.of_class(count, size), 0
         if plan.chunk is not None:
             held += nbytes(plans.empty, plan.between.slots)
             if size <= plans.sizes.padded(plans.most_after):  # after a conversation
-                most = max(most, nbytes(row, plans.between(size, row).slots))
+                most = max(most, nbytes(row, plans.between(size, row).slots) + after)
         if plan.end.allocate:
             held += nbytes(plans.empty, plan.last(plans.empty).slots)
-        most = max(most, held)
+        leaves_rows = count == 1 or plan.end.allocate
+        most = max(most, count * (held + (after if leaves_rows else nbytes_after(plan.new, plan.room))))
     return most
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from kvjax.reading.room import Ending, ending, plan_read
 
 from .errors import TooLongError
 from .sizes import Sizes
+
+Arrays = TypeVar("Arrays")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class Plans:
         """An array of the host with axes [B, ...], as programs take it. One process hands it over as it is."""
         return place(x, rows_sharding(self.mesh)) if self.mesh is not None and self.on_hosts else x
 
+    def everywhere(self, some: Arrays) -> Arrays:
+        """The arrays of requests, with axes [B, ...], for each part of the batch."""
+        return jax.tree.map(lambda x: self.put_rows(np.concatenate([x] * self.batch)), some)
+
     def put_row(self, cache: KVCache) -> KVCache:
         """A cache of the host with one row, as programs take it: once for each part of the batch."""
         cache = jax.tree.map(lambda x: np.repeat(x, self.batch, axis=0), cache)
@@ -90,14 +96,21 @@ class Plans:
         """The same shapes of what a program returns, where it lies."""
         return shapes if self.mesh is None else on_mesh(shapes, self.mesh)
 
-    def of_class(self, size: int) -> Plan:
-        """The choices for the prompts of a class. The last chunk leaves the slots of a resident row."""
+    def of_class(self, count: int, size: int) -> Plan:
+        """The choices for a number of prompts of a class.
+
+        The last chunk of one prompt leaves the slots of a resident row. Several prompts get the slots that the longest
+        of them need, which become those of a row when they are admitted; where a budget is allocated, or a storage
+        settles a prompt, the row has its shape from the beginning.
+        """
         end, sizes, nothing = self.end, self.sizes, (0,) * len(self.empty.entries)
         chunk = sizes.chunk if size > sizes.chunk else None
         before = size - sizes.chunk if chunk else 0
         between = plan_read(self.empty, nothing, new=before, room=0, compress=False, final=False)
-        new = size if end.allocate else sizes.prompt
-        return Plan(end, chunk, between, new, sizes.room, nothing, begins=True, longest=self.longest)
+        new, room = size if end.allocate else sizes.prompt, sizes.room
+        if count > 1 and not end.allocate and self.policy.storage.newest is None:
+            new, room = max(sizes.parts), 0
+        return Plan(end, chunk, between, new, room, nothing, begins=True, longest=self.longest)
 
     @property
     def most_after(self) -> int:

@@ -1,12 +1,12 @@
-"""Reading the prompt of one request, a piece at a time, into a cache of the shape of a resident row.
+"""Reading a prompt, a piece at a time, into a cache of the shape of a resident row; or several short ones together.
 
-All shapes follow from the class of the prompt's length alone, never from the prompt, so that all programs are known
-before the first request.
+All shapes follow from the number and the class of the prompts alone, never from the prompts, so that all programs are
+known before the first request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,15 +30,15 @@ from .stored import CacheStore, Stored
 
 
 class Read(NamedTuple):
-    """The result of reading a request, with which it is admitted.
+    """The result of reading requests, with which they are admitted. Each part of the batch has all of them.
 
     Attributes:
-        logits: after its last token.
-        cache: of its row.
-        cached: the number of its tokens that a stored cache had seen.
+        logits: after the last token of each.
+        cache: of their rows.
+        cached: the number of tokens that a stored cache had seen, of the only request.
     """
 
-    logits: Float[Array, "1 V"]
+    logits: Float[Array, "B V"]
     cache: KVCache
     cached: int = 0
 
@@ -74,27 +74,28 @@ class Reader:
     run: Run
     put: Callable[[Any], Any]
 
-    def add_all(self, *, after: bool) -> tuple[Any, KVCache]:
-        """Adds the programs of prompts of every class, and returns the shapes of the logits and a row's cache.
+    def add_all(self, *, after: bool) -> dict[int, Read]:
+        """Adds the programs of prompts of every class, and returns the shapes of a read by the number of its prompts.
 
         Args:
             after: whether to add those that read tokens after a stored cache.
         """
-        sizes = self.plans.sizes
-        for size in sizes.classes:
-            logits, row, _ = complete(self.prompt(np.zeros(size, np.int32)))
+        sizes, found = self.plans.sizes, dict[int, Read]()
+        for count, size in sizes.reads:
+            found[count] = complete(self.prompts([np.zeros(size, np.int32)] * count))
         if after:
+            row = found[1].cache
             self.run(free_room, row)
             for size in sizes.classes:
                 if size <= sizes.padded(self.plans.most_after):
                     complete(self._after(np.zeros(size, np.int32), row))
-        return logits, row
+        return found
 
-    def prompt(self, prompt: Int[np.ndarray, "N"]) -> Pieces[Read]:
-        """Reads a prompt."""
-        batch = self._batch(prompt)
+    def prompts(self, prompts: Sequence[Int[np.ndarray, "_"]]) -> Pieces[Read]:
+        """Reads a prompt, or several together in one chunk."""
+        size = self.plans.sizes.class_of([prompt.size for prompt in prompts])
+        batch, plan = self._batch(prompts, size), self.plans.of_class(len(prompts), size)
         cache = self.run(begun, self.put(batch.lengths), config=self.params.config, **self.plans.begin)
-        plan = self.plans.of_class(self.plans.sizes.padded(prompt.size))
         return Read(*(yield from pieces(self.params, cache, batch, plan, self.plans.texts, run=self.run, put=self.put)))
 
     def question(self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"], store: CacheStore) -> Pieces[Read]:
@@ -105,7 +106,7 @@ class Reader:
             if stored.free is None:
                 stored.free = self.run(free_room, cache)
         else:
-            _, cache, cached = yield from self.prompt(prefix)
+            _, cache, cached = yield from self.prompts([prefix])
             stored = Stored(prefix.size, cache, self.run(free_room, cache))
             stored.start()
             yield
@@ -121,7 +122,7 @@ class Reader:
     def _after(self, tokens: Int[np.ndarray, "N"], row: KVCache) -> Pieces[Read]:
         """Reads tokens after those that a row has seen. Nobody else has the row, which changes in place."""
         plans, size = self.plans, self.plans.sizes.padded(tokens.size)
-        *before, last = self._batch(tokens).chunks(plans.sizes.chunk)
+        *before, last = self._batch([tokens], size).chunks(plans.sizes.chunk)
         after, cache = plans.after(last.tokens.shape[1], row), row
         step = partial(read, self.params, run=self.run)
         if before:
@@ -133,8 +134,7 @@ class Reader:
         hidden, cache = step(cache, *map(self.put, last.arrays), plan=after, owned=not before, last=True)
         return Read(self.run(logits_of, self.params.head, hidden, mesh=plans.mesh), cache)
 
-    def _batch(self, prompt: Int[np.ndarray, "N"]) -> Batch:
-        """A prompt for each part of the batch, padded to its class, or to whole chunks."""
-        sizes = self.plans.sizes
-        size = min(sizes.padded(prompt.size), sizes.chunks(prompt.size) * sizes.chunk)
-        return Batch.of([prompt] * self.plans.batch, size)
+    def _batch(self, prompts: Sequence[Int[np.ndarray, "_"]], size: int) -> Batch:
+        """The prompts for each part of the batch, padded to their class, or to whole chunks."""
+        sizes, longest = self.plans.sizes, max(prompt.size for prompt in prompts)
+        return Batch.of([*prompts] * self.plans.batch, min(size, sizes.chunks(longest) * sizes.chunk))

@@ -39,7 +39,7 @@ from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.clock import Clock
 from kvjax.runtime.modes import own_modes
 
-from .resident import Resident, advance_until, answers, place
+from .resident import Resident, advance_until, answers, place, with_slots
 
 STOP_STEPS = 8  # between two looks for stop strings, which only the host finds
 
@@ -258,7 +258,7 @@ def _alike(*rows: Resident) -> tuple[Resident, ...]:
     if not all(isinstance(one, Layers) for one in entries):
         return rows
     most = tuple(map(max, *(one.bounds for one in entries)))
-    return tuple(one.with_slots(most) for one in rows)
+    return tuple(with_slots(one, slots=most) for one in rows)
 
 
 def _shapes_of_a_row(rows: Resident) -> Resident:

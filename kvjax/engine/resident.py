@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,11 +20,12 @@ from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import DATA, MODEL
 from kvjax.models import NONE_SUPPRESSED, Decoder, Suppressed
 from kvjax.plan import placed
-from kvjax.reading.room import free_room, grown
+from kvjax.reading.room import free_room
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
 
 from .compiling import Programs
 from .plans import Plans
+from .reading import Read
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +48,11 @@ class Start:
     seen: Bool[Any, "B V"]
     limit: Int[Any, "B"]
     suppressed: Suppressed = field(default=NONE_SUPPRESSED, metadata={"static": True})
+
+    @classmethod
+    def of(cls, each: Sequence[Start]) -> Start:
+        """The arguments of several requests."""
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *each)
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +97,7 @@ class Resident:
         cache = self.decoding.cache
         if slots == cache.entries.bounds:
             return self
-        return replace(self, decoding=replace(self.decoding, cache=grown(cache, size=slots)))
+        return replace(self, decoding=replace(self.decoding, cache=replace(cache, entries=cache.entries.grow(slots))))
 
     def answers(self) -> Int32[Array, "B 2+T"]:
         """For the host: whether each row goes on, the number of its tokens, and these."""
@@ -133,17 +139,17 @@ def admit(
     cache: KVCache,
     logits: Float[Array, "B V"],
     start: Start,
-    row: Int[Array, ""],
+    rows: Int[Array, "K"],
     guides: RowGuides | None = None,
 ) -> tuple[Resident, Int32[Array, "R B 1"]]:
-    """Writes a request into a row, and samples the first token of its answer.
+    """Writes K requests into rows, and samples the first token of each answer. A row beyond the last is not written.
 
-    On a mesh each part of the batch has read the prompt, and the devices that hold the row write it. The parts report
-    the same: `Resident.report`, and of a guided request `most_probable_tokens` too.
+    On a mesh each part of the batch has read the prompts, and the devices that hold a row write it. The parts report
+    the same: `Resident.report`, and of guided requests `most_probable_tokens` too.
     """
     new = Resident.begin(cache, logits, start, size=resident.decoding.answers.tokens.shape[1], guides=guides)
     report = new.report(jnp.zeros_like(start.limit), steps=1)
-    return _on_devices(partial(_put, row=row), resident, new), report if guides is None else _with_top(report, logits)
+    return _on_devices(partial(_put, rows=rows), resident, new), report if guides is None else _with_top(report, logits)
 
 
 def _with_top(report: Int32[Array, "3 B 1"], logits: Float[Array, "B V"]) -> Int32[Array, "R B 1"]:
@@ -155,7 +161,7 @@ def _with_top(report: Int32[Array, "3 B 1"], logits: Float[Array, "B V"]) -> Int
 @partial(jax.jit, donate_argnames="resident")
 def place(resident: Resident, read: Resident, source: Int[Array, ""], row: Int[Array, ""]) -> Resident:
     """Writes row `source` of rows that have been read together into a row. Both have the same shapes, but for B."""
-    return _on_devices(lambda resident, read: _put(resident, _row(read, source), row), resident, read)
+    return _on_devices(lambda resident, read: _put(resident, _row(read, source), row[None]), resident, read)
 
 
 @jax.jit
@@ -165,17 +171,26 @@ def taken(resident: Resident, row: Int[Array, ""]) -> tuple[KVCache, Int[Array, 
     return one.decoding.cache, free_room(one.decoding.cache)
 
 
-def _put(resident: Resident, new: Resident, row: Int[Array, ""]) -> Resident:
-    """The rows of a device with a new one at `row` of all rows, if the device holds that row."""
-    held = resident.limits.size
-    at = row if resident.decoding.cache.mesh is None else row - held * jax.lax.axis_index(DATA)
-    inside, at = (at >= 0) & (at < held), jnp.clip(at, 0, held - 1)
+def _put(resident: Resident, new: Resident, rows: Int[Array, "K"]) -> Resident:
+    """The rows of a device with K new ones at `rows` of all rows, those that the device holds.
 
-    def put_row(x: Array, new: Array) -> Array:
-        old = jax.lax.dynamic_slice_in_dim(x, at, 1, axis=0)
-        return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(inside, new, old), at, axis=0)
+    New rows with fewer slots get the others one row at a time, so that no array has all of their slots.
+    """
+    cache, held = resident.decoding.cache, resident.limits.size
+    first = 0 if cache.mesh is None else held * jax.lax.axis_index(DATA)
 
-    return jax.tree.map(put_row, resident, new)
+    def put(i: Array, resident: Resident) -> Resident:
+        at = rows[i] - first
+        inside, at = (at >= 0) & (at < held), jnp.clip(at, 0, held - 1)
+
+        def put_row(x: Array, new: Array) -> Array:
+            old = jax.lax.dynamic_slice_in_dim(x, at, 1, axis=0)
+            return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(inside, new, old), at, axis=0)
+
+        one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, axis=0), new)
+        return jax.tree.map(put_row, resident, one.with_slots(cache.entries.bounds))
+
+    return jax.lax.fori_loop(0, rows.size, put, resident)
 
 
 def _row(rows: Resident, source: Int[Array, ""]) -> Resident:
@@ -287,14 +302,14 @@ def _steps(
 
 
 answers = jax.jit(Resident.answers)
+with_slots = jax.jit(Resident.with_slots, static_argnames="slots")
 
 
 def compile_rows(
     programs: Programs,
     plans: Plans,
     params: Decoder,
-    logits: Float[Array, "B V"],
-    row: KVCache,
+    reads: Mapping[int, Read],
     start: Start,
     *,
     at_once: int,
@@ -303,23 +318,27 @@ def compile_rows(
     """Adds the programs that make, change and advance all rows.
 
     Args:
-        logits: the shapes of what a read returns, and so is `row`, its cache.
+        reads: the shapes of what a read of a number of requests returns.
         start: of any request.
         at_once: the most steps of a program.
         guides: makes those of a number of rows; None if no row is guided.
     """
     rows, size = plans.sizes.rows, plans.sizes.max_new_tokens
-    programs.add("idle", idle, row, logits, start, rows=rows, size=size)
-    resident = jax.eval_shape(partial(idle, rows=rows, size=size), row, logits, start)
+    one = reads[1].cache, reads[1].logits, plans.everywhere(start)
+    programs.add("idle", idle, *one, rows=rows, size=size)
+    resident = jax.eval_shape(partial(idle, rows=rows, size=size), *one)
     if (mesh := plans.mesh) is not None:
         resident = placed(resident, jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(resident)))
-    programs.add("admit", admit, resident, row, logits, start, np.int32(0))
+    for count, read in reads.items():
+        some = read.cache, read.logits, plans.everywhere(Start.of([start] * count)), np.zeros(count, np.int32)
+        programs.add(("admit", count), admit, resident, *some)
+        if guides is not None:
+            programs.add(("admit guided", count), admit, resident, *some, plans.everywhere(guides(count)))
     if plans.keeps:
         programs.add("take", taken, resident, np.int32(0))
     leaves, tree = jax.tree.flatten(params)
     wanted = plans.put_rows(np.zeros(rows, bool))
     programs.add("advance", advance, leaves, resident, wanted, np.int32(0), tree=tree, at_once=at_once)
     if guides is not None:
-        one, all_rows = (jax.tree.map(plans.put_rows, guides(count)) for count in (plans.batch, rows))
-        programs.add("admit guided", admit, resident, row, logits, start, np.int32(0), one)
+        all_rows = jax.tree.map(plans.put_rows, guides(rows))
         programs.add("advance guided", advance_guided, leaves, resident, wanted, all_rows, tree=tree)

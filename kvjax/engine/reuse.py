@@ -8,7 +8,7 @@ reads the others as a later turn, as `generate(cache=...)` does, and what was ev
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -25,6 +25,27 @@ from .stored import CacheStore, Stored
 
 FEWEST = 2  # new tokens: a later turn reads the last token of the answer and at least one more
 Found = tuple[CacheStore, str, Stored]
+
+
+class Wanted(NamedTuple):
+    """What decides how a request is read.
+
+    Attributes:
+        prompt: int32 token ids.
+        prefix: those before it, or None.
+        limit: the most tokens of the answer.
+        continues: whether the request may continue a conversation.
+    """
+
+    prompt: Int[np.ndarray, "N"]
+    prefix: Int[np.ndarray, "M"] | None
+    limit: int
+    continues: bool
+
+    @property
+    def tokens(self) -> Int[np.ndarray, "M+N"]:
+        """All tokens of the request."""
+        return self.prompt if self.prefix is None else np.concatenate([self.prefix, self.prompt])
 
 
 def check_prefixes(policy: Policy) -> None:
@@ -84,31 +105,28 @@ class Reuse:
         trained = None if plans.policy.positions == "in_cache" else config.max_positions
         self._furthest = None if trained is None else max(trained, sizes.max_prompt + sizes.max_new_tokens)
 
-    def check(
-        self,
-        prompt: Int[np.ndarray, "N"],
-        prefix: Int[np.ndarray, "M"] | None,
-        limit: int,
-        row: KVCache,
-        *,
-        continues: bool,
-    ) -> None:
+    def check(self, wanted: Wanted, row: KVCache) -> None:
         """Raises TooLongError for a request that seems to continue nothing and cannot be read from its beginning.
 
         Args:
-            limit: the most tokens of the answer.
             row: shapes of a row's cache.
-            continues: whether the request may continue a conversation.
         """
-        if not (continues and self._found(joined(prefix, prompt), limit)):
-            self._plans.check(prompt.size, None if prefix is None else prefix.size, limit, row)
+        if not self.finds(wanted):
+            prefix = None if wanted.prefix is None else wanted.prefix.size
+            self._plans.check(wanted.prompt.size, prefix, wanted.limit, row)
 
-    def take(self, tokens: Int[np.ndarray, "N"], limit: int) -> Stored | None:
+    def finds(self, wanted: Wanted) -> bool:
+        """Returns whether a request seems to continue a cache: it is there, and may have room."""
+        return self._found(wanted) is not None
+
+    def take(self, wanted: Wanted) -> Stored | None:
         """The cache that a request continues, and None if it continues none. On several hosts, all call it."""
-        found = self._found(tokens, limit)
+        if not wanted.continues:
+            return None
+        found = self._found(wanted)
         if found is not None:
             found[2].settle()  # now it is known what has room
-            found = self._found(tokens, limit)
+            found = self._found(wanted)
         if found is None:
             if self.conversations is not None:
                 self.conversations.misses += 1
@@ -133,24 +151,19 @@ class Reuse:
         stores = {"prefixes": self.prefixes, "conversations": self.conversations}
         return {name: StoreCounts() if store is None else store.counts for name, store in stores.items()}
 
-    def _found(self, tokens: Int[np.ndarray, "N"], limit: int) -> Found | None:
-        """The longest cache that a prompt continues, with its store and key; None if there is none, or no room."""
-        if self.conversations is None:
+    def _found(self, wanted: Wanted) -> Found | None:
+        """The longest cache that a request continues, with its store and key; None if there is none, or no room."""
+        if self.conversations is None or not wanted.continues:
             return None
-        found: list[Found] = []
+        tokens, found = wanted.tokens, list[Found]()
         for store in (self.prefixes, self.conversations):
             if store is not None and (longest := store.longest(tokens, tokens.size - FEWEST)) is not None:
                 found.append((store, *longest))
         best = max(found, key=lambda one: one[2].length, default=None)
-        return best if best is not None and self._fits(best[2], tokens.size, limit) else None
+        return best if best is not None and self._fits(best[2], tokens.size, wanted.limit) else None
 
     def _fits(self, stored: Stored, length: int, limit: int) -> bool:
         """Returns whether a request of this length may continue a cache, and its answer has room."""
         new, furthest = length - stored.length, self._furthest
         within = furthest is None or length + limit <= furthest
         return within and new <= self._plans.most_after and stored.takes(new + limit)
-
-
-def joined(prefix: Int[np.ndarray, "M"] | None, prompt: Int[np.ndarray, "N"]) -> Int[np.ndarray, "M+N"]:
-    """All tokens of a request."""
-    return prompt if prefix is None else np.concatenate([prefix, prompt])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvjax.cache import bucket, room_for
 
-CHUNK = 512  # tokens of a prompt that are read between two steps, unless the caller says otherwise
+CHUNK = 512  # tokens that are read between two steps, unless the caller says otherwise
 SHORTEST_ON_GPU = 128  # a GPU reads fewer tokens in the same time, which its weights take
+TOGETHER = 4  # short prompts that one program reads: the weights are read once, and each prompt's cache takes memory
 
 
 @dataclass(frozen=True)
@@ -18,9 +20,9 @@ class Sizes:
         rows: the number of requests that are decoded together.
         max_prompt: the most tokens of a prompt.
         max_new_tokens: the most tokens of an answer.
-        chunk: the most tokens of a prompt that are read between two steps.
+        chunk: the most tokens that are read between two steps.
         ends: the most end tokens of a request.
-        shortest: the tokens to which a shorter prompt is padded, at most a chunk.
+        shortest: the fewest tokens that are read at a time, to which a shorter prompt is padded; at most a chunk.
     """
 
     rows: int
@@ -71,6 +73,28 @@ class Sizes:
             found.append(self.padded(length))
             length = bucket(length) + 1
         return sorted({*found, self.padded(self.max_prompt)})
+
+    @property
+    def parts(self) -> list[int]:
+        """The classes of prompts that are read together, ascending: powers of two, so that they are few."""
+        smallest, most = bucket(-(-self.shortest // TOGETHER)), self.chunk // TOGETHER if self.rows >= TOGETHER else 0
+        return [size for size in (2**i for i in range(most.bit_length())) if smallest <= size <= most]
+
+    def together(self, lengths: Sequence[int]) -> int:
+        """The number of prompts that are read together, first to last, of those with these lengths: TOGETHER or 1."""
+        first = lengths[:TOGETHER]
+        return TOGETHER if len(first) == TOGETHER and max(first) <= max(self.parts, default=0) else 1
+
+    @property
+    def reads(self) -> list[tuple[int, int]]:
+        """All shapes of what is read from its beginning: the number of prompts, and their class."""
+        return [(1, size) for size in self.classes] + [(TOGETHER, size) for size in self.parts]
+
+    def class_of(self, lengths: Sequence[int]) -> int:
+        """The class of prompts that are read together, or of one prompt."""
+        if len(lengths) == 1:
+            return self.padded(lengths[0])
+        return min(size for size in self.parts if size >= max(lengths))
 
     def chunks(self, length: int) -> int:
         """The number of chunks of a prompt."""

@@ -61,7 +61,7 @@ class Stats:
 
     Attributes:
         rows: the number of rows.
-        rows_busy: rows that have a request, or are reserved for the one whose prompt is read.
+        rows_busy: rows that have a request, or are reserved for those whose prompts are read.
         queue: the number of requests that wait for a row.
         requests: accepted requests.
         finished: the number of finished requests by reason: "end", "stop", "length", "cancelled", "failed".

@@ -27,7 +27,7 @@ from .guide import Guide, Guided
 from .handle import Feed, Finish, Token, Top
 from .plans import check_length
 from .resident import Start
-from .reuse import joined
+from .reuse import Wanted
 from .sizes import Sizes
 
 
@@ -166,6 +166,11 @@ class Ticket:
         )
 
     @property
+    def wanted(self) -> Wanted:
+        """What decides how the request is read."""
+        return Wanted(self.prompt, self.prefix, self.limit, self.continues)
+
+    @property
     def prompt_tokens(self) -> int:
         """The number of tokens of prefix and prompt."""
         return self.prompt.size + (0 if self.prefix is None else self.prefix.size)
@@ -173,7 +178,7 @@ class Ticket:
     def seen(self, new: Sequence[Token]) -> Int[np.ndarray, "N"]:
         """The tokens that the row's cache has seen once the answer ends with new ones: the last one has no entry."""
         answer = np.array([token.id for token in (*self.feed.tokens, *new)], np.int32)
-        return np.concatenate([joined(self.prefix, self.prompt), answer[:-1]])
+        return np.concatenate([self.wanted.tokens, answer[:-1]])
 
     def take(
         self, tokens: Sequence[int], log_probs: Sequence[float], active: bool, top: Sequence[np.int32] = ()

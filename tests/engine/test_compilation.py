@@ -38,19 +38,19 @@ def test_500_random_requests_compile_nothing(shallow: Decoder, compiled: list[st
 def test_a_gpu_runs_the_prompts_of_each_class_before_the_first_request(
     shallow: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It loads a program when it runs first. Short prompts share a class there."""
+    """It loads a program when it runs first. Short prompts share a class there, and several are read together."""
     for module in ("device", "planning"):
         monkeypatch.setattr(f"kvjax.engine.{module}.platform_of", lambda params: "gpu")
-    lengths, prompt = [], Reader.prompt
+    lengths, prompts = [], Reader.prompts
 
-    def noted(reader: Reader, tokens: np.ndarray) -> Any:
+    def noted(reader: Reader, some: list[np.ndarray]) -> Any:
         if reader.run.__name__ == "call":
-            lengths.append(tokens.size)
-        return prompt(reader, tokens)
+            lengths.append([one.size for one in some])
+        return prompts(reader, some)
 
-    monkeypatch.setattr(Reader, "prompt", noted)
-    with kvjax.Engine(shallow, "h2o:budget=12", rows=1, max_prompt=400, max_new_tokens=4, chunk=192) as engine:
-        assert lengths == [128, 192, 1]
+    monkeypatch.setattr(Reader, "prompts", noted)
+    with kvjax.Engine(shallow, "h2o:budget=12", rows=4, max_prompt=400, max_new_tokens=4, chunk=192) as engine:
+        assert lengths == [[1], [128], [192], [32] * 4]
         assert engine.sizes.classes == [128, 192, 384, 576]
         answer = engine.submit([1, 2, 3]).result()
     alone = kvjax.generate(shallow, [1, 2, 3], policy="h2o:budget=12", max_new_tokens=4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from kvjax.engine import EngineClosedError, TooLongError
 from kvjax.engine.handle import Bell
 from kvjax.engine.loop import Loop
 from kvjax.engine.reading import Read
+from kvjax.engine.reuse import Wanted
 from kvjax.engine.sizes import Sizes
 from kvjax.engine.ticket import Options, Ticket
 
@@ -30,20 +31,28 @@ class Notes:
         self.counts = np.zeros(2, np.int32)
         self.limits = np.zeros(2, np.int32)
         self.fails = False
+        self.most = 1
 
-    def read(self, prompt: np.ndarray, prefix: None, limit: int, continues: bool) -> Generator[None, None, Any]:
-        if prompt.size > SIZES.max_prompt:
+    def together(self, waiting: Sequence[Wanted]) -> int:
+        return min(len(waiting), self.most)
+
+    def read(self, requests: Sequence[Wanted]) -> Generator[None, None, Any]:
+        longest = max(one.prompt.size for one in requests)
+        if longest > SIZES.max_prompt:
             raise TooLongError
-        for _ in range(SIZES.chunks(prompt.size) - 1):
+        for _ in range(SIZES.chunks(longest) - 1):
             self.done.append("chunk")
             yield
-        self.done.append("chunk")
-        return Read((), (), cached=prompt.size // 2)
+        self.done.append("chunk" if len(requests) == 1 else f"chunk of {len(requests)}")
+        return Read((), (), cached=longest // 2)
 
-    def admit(self, read: Any, start: Any, row: int, guides: Any = None) -> np.ndarray:
-        self.done.append(f"admit {row}")
-        self.counts[row], self.limits[row] = 1, start.limit[0]
-        return self.report(np.ones((2, 1), np.int32))[:, row : row + 1]
+    def admit(self, read: Any, start: Any, rows: Sequence[int], guides: Any = None) -> np.ndarray:
+        self.done.append("admit " + " ".join(map(str, rows)))
+        for row, limit in zip(rows, start.limit, strict=True):
+            if row < 2:
+                self.counts[row], self.limits[row] = 1, limit
+        active = self.limits[[row % 2 for row in rows]] > 1
+        return np.stack([np.ones_like(rows), np.zeros_like(rows), active]).astype(np.int32)[..., None]
 
     def advance(self, wanted: np.ndarray, most: int) -> tuple[np.ndarray, int]:
         if self.fails:
@@ -84,6 +93,47 @@ def test_running_rows_wait_for_one_chunk_at_most(loop: Loop, notes: Notes) -> No
     for _ in range(4):
         loop.turn()
     assert notes.done[3:] == ["chunk", "step x.", "chunk", "step x.", "chunk", "admit 1", "step xx", "step xx"]
+
+
+def test_short_prompts_are_read_together_as_far_as_rows_are_free(loop: Loop, notes: Notes) -> None:
+    notes.most = 3
+    tickets = [ticket(3, limit=4), ticket(9, limit=2), ticket(5, limit=2)]
+    loop.submit(tickets)
+    loop.turn()
+    assert notes.done == ["chunk of 2", "admit 0 1", "step xx"]
+    assert loop.rows == tickets[:2]
+    while loop.busy:
+        loop.turn()
+    assert notes.done[3:].count("chunk") == 1
+    assert "admit 1" in notes.done
+    assert [[token.id for token in one.feed.tokens] for one in tickets] == [[1, 2, 3, 4], [1, 2], [1, 2]]
+    assert loop.counters.finished == {"length": 3}
+
+
+def test_the_others_go_on_when_one_that_is_read_is_cancelled(loop: Loop, notes: Notes) -> None:
+    notes.most = 2
+    first, second, third = ticket(30), ticket(20, limit=2), ticket(1, limit=2)
+    loop.submit([first, second, third])
+    loop.turn()
+    assert (loop.busy, loop.waiting) == (2, 1)
+    loop.cancel(first)
+    loop.turn()
+    assert notes.done == ["chunk", "chunk of 2", "admit 2 0", "step x."]
+    assert first.feed.finish == "cancelled"
+    assert loop.rows == [second, None]
+    while loop.busy or loop.waiting:
+        loop.turn()
+    assert loop.counters.prompt_tokens == 20 + 1
+    notes.done.clear()
+    both = [ticket(30), ticket(30)]
+    loop.submit(both)
+    loop.turn()
+    for one in both:
+        loop.cancel(one)
+    loop.turn()
+    assert notes.done == ["chunk"]
+    assert loop.busy == 0
+    assert loop.counters.finished == {"cancelled": 3, "length": 2}
 
 
 def test_several_steps_at_once_while_no_request_could_be_admitted(notes: Notes) -> None:

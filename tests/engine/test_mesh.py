@@ -8,6 +8,7 @@ import jax
 import pytest
 
 import kvjax
+from kvjax.engine.sizes import TOGETHER
 from kvjax.models import Decoder
 from tests.engine.test_tokens import KINDS, check
 from tests.engine.traffic import GREEDY
@@ -35,9 +36,11 @@ def test_rows_are_divided_evenly(tiny: Decoder) -> None:
 @pytest.mark.slow
 def test_admission_moves_nothing_between_devices(tiny: Decoder) -> None:
     params = kvjax.shard(tiny, kvjax.make_mesh(2, 2, devices=jax.devices()[:4]))
-    with kvjax.Engine(params, "h2o:budget=12", rows=4, max_prompt=16, max_new_tokens=8) as engine:
-        text = engine._loop._device._programs._compiled["admit"].as_text()
-        assert not re.search(r"(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\(", text)
+    with kvjax.Engine(params, "h2o:budget=12", rows=4, max_prompt=64, max_new_tokens=8) as engine:
+        for count in (1, TOGETHER):
+            text = engine._loop._device._programs._compiled["admit", count].as_text()
+            moves = r"(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\("
+            assert not re.search(moves, text)
         answer = engine.submit([1, 2, 3], max_new_tokens=2).result(timeout=PATIENCE)
         stats = engine.stats()
     assert len(answer.tokens) == 2
@@ -45,7 +48,7 @@ def test_admission_moves_nothing_between_devices(tiny: Decoder) -> None:
         tiny.config,
         engine.policy,
         batch=4,
-        length=16,
+        length=64,
         new_tokens=8,
         dtype="float32",
         mesh=kvjax.make_mesh(2, 2, devices=jax.devices()[:4]),

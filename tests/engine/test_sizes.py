@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.engine.sizes import Sizes
+from kvjax.engine.sizes import TOGETHER, Sizes
 
 
 @given(
@@ -16,13 +16,21 @@ from kvjax.engine.sizes import Sizes
     share=st.floats(0, 1),
 )
 def test_every_prompt_fits_into_its_class(longest: int, chunk: int, platform: str, share: float) -> None:
-    sizes = Sizes.of(1, longest, 1, chunk=chunk, platform=platform)
+    sizes = Sizes.of(4, longest, 1, chunk=chunk, platform=platform)
     length = max(1, round(longest * share))
     size = sizes.padded(length)
     assert size in sizes.classes
     assert size >= length
     assert size <= sizes.chunk or (size % sizes.chunk == 0 and size >= sizes.chunks(length) * sizes.chunk)
     assert sizes.chunk >= min(chunk, longest)
+    for size in sizes.parts:
+        assert sizes.shortest <= TOGETHER * size <= sizes.chunk
+        lengths = [1, size, max(1, size - 1), 1]
+        assert sizes.together(lengths) == sizes.together([*lengths, longest]) == TOGETHER
+        assert sizes.class_of(lengths) == size
+    above = max(sizes.parts, default=0) + 1
+    assert sizes.together([1, 1, 1, above]) == sizes.together([1, 1, 1]) == 1
+    assert sizes.class_of([length]) == sizes.padded(length)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +45,19 @@ def test_every_prompt_fits_into_its_class(longest: int, chunk: int, platform: st
 )
 def test_classes_of_some_engines(longest: int, chunk: int, classes: list[int]) -> None:
     assert Sizes.of(1, longest, 1, chunk=chunk).classes == classes
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk", "platform", "parts"),
+    [
+        (4, 512, "cpu", [16, 32, 64, 128]),
+        (4, 512, "gpu", [32, 64, 128]),
+        (4, 192, "cpu", [16, 32]),
+        (3, 512, "cpu", []),
+    ],
+)
+def test_classes_of_prompts_that_are_read_together(rows: int, chunk: int, platform: str, parts: list[int]) -> None:
+    assert Sizes.of(rows, 2048, 1, chunk=chunk, platform=platform).parts == parts
 
 
 @pytest.mark.parametrize(
