@@ -62,8 +62,8 @@ def restoration(
         base: the policy that compresses contexts, as text.
 
     Raises:
-        ValueError: the model has latent attention, the base is no base of `restorekv`, merges entries or retains every
-            entry of a context, or no context is left of a text.
+        ValueError: the model has latent attention, or layers that read another layer's entries; the base is no base of
+            `restorekv`, merges entries or retains every entry of a context; or no context is left of a text.
     """
     config, length = params.config, recipe.length
     context = length - question
