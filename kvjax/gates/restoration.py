@@ -74,10 +74,10 @@ def restoration(
     sizes = {**adapter_sizes(config), "rank": rank, "tokens": tokens}
     policy = policies.restorekv(policies.parse(base), tokens)
     check_suits(policy, config, 1)
-    layers = range(config.num_layers)
+    layers, lengths = range(config.num_layers), jnp.array([context])
     if policy.merge.effects.at_prompt or policy.merge.effects.at_steps:
         raise ValueError(f"base={base} merges entries, which training does not: expected a policy that drops them")
-    if all(int(policy.capacity(i, np.array([context]), len(layers))[0]) >= context for i in layers):
+    if all(int(policy.capacity(i, lengths, len(layers))[0]) >= context for i in layers):
         raise ValueError(f"base={base} retains every entry of {context} tokens: expected a smaller budget")
 
     def initial() -> Weights:
