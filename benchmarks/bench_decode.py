@@ -231,7 +231,7 @@ class Bench:
 
     def _decoding(self, text: str, rows: int, tokens: int, new: int) -> float:
         """Seconds of the steps of `rows` answers to one prompt. Reading so many prompts at once takes more memory."""
-        rest = {"policy": text, "answer": AnswerOptions(new, None, 0, ())}
+        rest: dict[str, Any] = {"policy": text, "answer": AnswerOptions(new, None, 0, ())}
         one, all_of = (Request.of(self.params, self.prompt(n, tokens), **rest) for n in (1, rows))
         logits, cache = read_request(self.params, one)
         state = Decoding.begin(all_of.sampling, cache.repeated(rows), size=one.room, log_probs=False)
