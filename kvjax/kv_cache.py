@@ -286,11 +286,6 @@ def check_suits(policy: Policy, config: DecoderConfig, devices: int) -> None:
             f"the budget {type(policy.budget).__name__} is allocated across layers, in one pool: expected another, as "
             f"the layers have kv heads of several kinds, {each}"
         )
-    if config.sources and policy.score.needs.behind_all:
-        raise ValueError(
-            f"{policy.score} measures hidden states behind the last layer: expected another score, as layers that read "
-            "the entries of others are not replayed"
-        )
     for heads in kinds:
         policy.budget.check_model(config.num_layers, heads.number)
         check_groups(policy.budget, heads.number, devices)
@@ -311,8 +306,19 @@ def check_groups(budget: Budget, kv_heads: int, devices: int) -> None:
 
 
 def check_attached(policy: Policy, params: Decoder) -> None:
-    """Raises ValueError if the score reads networks or statistics that the parameters do not have."""
+    """Raises ValueError if the score reads networks or statistics that the parameters do not have.
+
+    Also if its passes measure hidden states behind all layers, where some layers read the entries of others.
+    """
     needs, attention = policy.score.needs, params.layers[0].attention
+    shapes = [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((1, 1), (1,))]
+    if params.config.sources and needs.whole_prompt:
+        texts = ((),) * len(needs.texts)
+        if any(part.run is not None for part in jax.eval_shape(partial(policy.score.passes, texts=texts), *shapes)):
+            raise ValueError(
+                f"{policy.score} measures hidden states behind the last layer: expected another score, as layers that "
+                "read the entries of others are not replayed"
+            )
     # `in` raises AttributeError for a name that an `nnx.Dict` of flax 0.12.4 lacks.
     name, held, statistics = needs.gates, dict(attention.gates), dict(attention.statistics)
     if name and name not in held:
@@ -322,7 +328,7 @@ def check_attached(policy: Policy, params: Decoder) -> None:
             "params = kvjax.with_gates(params, FOLDER)"
         )
     if name in dict(params.gates):
-        there, shapes = params.gates[name].shape[0], [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((1, 1), (1,))]
+        there = params.gates[name].shape[0]
         run = max(part.tokens.shape[1] for part in jax.eval_shape(partial(policy.score.passes, texts=()), *shapes))
         if run > there:
             raise ValueError(
