@@ -287,11 +287,6 @@ def check_suits(policy: Policy, config: DecoderConfig, devices: int) -> None:
             f"the budget {type(policy.budget).__name__} is allocated across layers, in one pool: expected another, as "
             f"the layers have kv heads of several kinds, {each}"
         )
-    if config.sources and policy.score.needs.behind_all:
-        raise ValueError(
-            f"{policy.score} measures hidden states behind the last layer: expected another score, as layers that read "
-            "the entries of others are not replayed"
-        )
     for heads in kinds:
         policy.budget.check_model(config.num_layers, heads.number)
         check_groups(policy.budget, heads.number, devices)
@@ -312,8 +307,17 @@ def check_groups(budget: Budget, kv_heads: int, devices: int) -> None:
 
 
 def check_attached(policy: Policy, params: Decoder) -> None:
-    """Raises ValueError if the score reads networks or statistics that the parameters do not have."""
+    """Raises ValueError if the score reads networks or statistics that the parameters do not have.
+
+    Also if its passes measure hidden states behind all layers, where some layers read the entries of others.
+    """
     needs, attention = policy.score.needs, params.layers[0].attention
+    if params.config.sources and needs.whole_prompt:
+        if any(part.run is not None for part in _passes(policy)):
+            raise ValueError(
+                f"{policy.score} measures hidden states behind the last layer: expected another score, as layers that "
+                "read the entries of others are not replayed"
+            )
     # `in` raises AttributeError for a name that an `nnx.Dict` of flax 0.12.4 lacks.
     held, statistics = dict(attention.gates), dict(attention.statistics)
     readers = [(policy.score, needs.gates), *((own, own.gates) for own in (policy.learned,) if own is not None)]
@@ -341,7 +345,10 @@ def check_attached(policy: Policy, params: Decoder) -> None:
 
 def _learned_tokens(policy: Policy, reader: Any) -> int:
     """Returns the number of learned tokens that a part of the policy runs."""
-    if reader is policy.learned:
-        return policy.learned_count
+    return policy.learned_count if reader is policy.learned else max(part.tokens.shape[1] for part in _passes(policy))
+
+
+def _passes(policy: Policy) -> Any:
+    """Returns the shapes of the passes after a prompt of one token, without the texts that they are made of."""
     shapes = [jax.ShapeDtypeStruct(size, jnp.int32) for size in ((1, 1), (1,))]
-    return max(part.tokens.shape[1] for part in jax.eval_shape(partial(policy.score.passes, texts=()), *shapes))
+    return jax.eval_shape(partial(policy.score.passes, texts=((),) * len(policy.score.needs.texts)), *shapes)

@@ -46,8 +46,9 @@ class Attention(nnx.Module):
     def __init__(self, config: DecoderConfig, index: int, rngs: nnx.Rngs, dtype: DTypeLike, reads: bool = False):
         E, Hq, (H, D), keys = config.hidden_size, config.num_heads, config.heads_of(index), not reads
         values = keys and config.has_values(index)
+        nothing: Any = None  # so that only the readers of a model have to know of it
         self.query = weight(rngs, (E, Hq, D), ("embed", "heads", "head_dim"), E, dtype)
-        self.key = weight(rngs, (E, H, D), ("embed", "kv_heads", "head_dim"), E, dtype) if keys else None
+        self.key = weight(rngs, (E, H, D), ("embed", "kv_heads", "head_dim"), E, dtype) if keys else nothing
         self.value = weight(rngs, (E, H, D), ("embed", "kv_heads", "head_dim"), E, dtype) if values else None
         self.output = weight(rngs, (Hq, D, E), ("heads", "head_dim", "embed"), Hq * D, dtype)
         self.query_bias = bias(config.qkv_bias, (Hq, D), ("heads", "head_dim"), dtype)

@@ -143,6 +143,8 @@ def _full_heads(hf: Mapping[str, Any], windows: tuple[int | None, ...]) -> KvHea
         shared = flag(hf, "attention_k_eq_v")
         count = integer(hf, "num_global_key_value_heads", sliding.number) if shared else sliding.number
         return KvHeads(count, integer(hf, "global_head_dim"))
+    if by_layer == {}:  # no layer differs
+        return sliding
     full = [i for i, window in enumerate(windows) if window is None]
     names = {"head_dim", "num_key_value_heads"}
     own = list(by_layer.values()) if isinstance(by_layer, Mapping) else []

@@ -17,6 +17,7 @@ INTERNAL = {
     "read_text",
     "Entries",
     "densely",
+    "of_layer",
     "slot_attention",
     "CheckpointError",
     "FORMS",

@@ -70,7 +70,6 @@ class Needs:
         keeps_queries: whether its state holds rotated queries, which score exactly only while keys do not change.
         whole_prompt: whether it replays the prompt's own tokens, so that the prompt must be read in one call.
         texts: texts, or token ids, that its passes are made of.
-        behind_all: whether its passes measure hidden states behind the last layer of a model.
         slotwise: whether, in a step, the score and the state of an entry follow from that entry and the queries alone.
         by_count: whether scores depend on how many entries a head retains (`Moment.counts`).
         hidden: the hidden state of each token that it receives when the token enters: "normed", as attention reads it,
@@ -98,7 +97,6 @@ class Needs:
     keeps_queries: bool = False
     whole_prompt: bool = False
     texts: tuple[str | tuple[int, ...], ...] = ()
-    behind_all: bool = False
     slotwise: bool = False
     by_count: bool = False
     hidden: Literal["", "normed", "residual"] = ""

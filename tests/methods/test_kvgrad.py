@@ -116,7 +116,8 @@ def test_sensitivities_are_the_derivatives_that_pytorch_takes(family: str, tmp_p
         assert (ours[:, b, :padding] == 0).all()
         expected = literal(model, row, text)
         assert expected.std() > 0
-        assert_close(ours[:, b, padding:] / expected.mean(), expected / expected.mean())
+        typical = 5e-5 if params.config.scale == 1 else 1e-5  # softmaxes without a scale are sharp
+        assert_close(ours[:, b, padding:] / expected.mean(), expected / expected.mean(), typical)
 
 
 def scores(b: int, text: np.ndarray, first: int, sensitivity: np.ndarray) -> np.ndarray:

@@ -207,7 +207,7 @@ CASES = {
         GROUP4
         | {"num_hidden_layers": 3, "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1}
         | {"layer_types": [SLIDING, FULL, FULL], "sliding_window": 9, "attention_k_eq_v": True}
-        | {"final_logit_softcapping": 10.0, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 100},
+        | {"final_logit_softcapping": 10.0, "hidden_size_per_layer_input": 0},
     ),
     "gemma4_text-group7-bias-untied": (
         "gemma4_text",

@@ -50,7 +50,7 @@ BESIDE = {
     "num_experts": 6,
     "top_k_experts": 3,
     "moe_intermediate_size": 24,
-    "hidden_size_per_layer_input": 6,
+    "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 100,
 }
 READERS = {

@@ -273,6 +273,7 @@ def test_gemma3_of_transformers_5_0():
         ({"layer_types": [SLIDING, SLIDING]}, (2, 16)),  # the last layer has full attention in any case
         ({"num_global_key_value_heads": 1}, (2, 16)),  # counts only where keys are values
         ({"num_global_key_value_heads": 1, "attention_k_eq_v": True}, (1, 16)),
+        ({"per_layer_config": {}}, (2, 8)),
         ({"per_layer_config": {1: {"head_dim": 12}}}, (2, 12)),
         ({"per_layer_config": {"01": {"head_dim": 12}}}, (2, 12)),
         ({"per_layer_config": {"1": {"num_key_value_heads": 4}}}, (4, 8)),

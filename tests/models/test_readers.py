@@ -41,7 +41,7 @@ def two_kinds() -> Decoder:
 def test_policies(policy):
     """Texts within the budget have the logits of the layers run over the whole text."""
     params = everything(readers=Readers((1, 0, 1), 20))
-    if policy.score.needs.behind_all:
+    if isinstance(policy.score, kvjax.parts.Attribution):
         with pytest.raises(ValueError, match="measures hidden states behind the last layer: expected another score"):
             kvjax.generate(params, ROWS, policy=policy, max_new_tokens=NEW)
         return

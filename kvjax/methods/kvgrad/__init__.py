@@ -51,7 +51,7 @@ class Attribution(Repetition):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, behind_all=True, marks=frozenset({"weighs_values"}))
+        return replace(super().needs, marks=frozenset({"weighs_values"}))
 
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
         return [replace(part, run=backwards) for part in super().passes(tokens, lengths, texts)]
