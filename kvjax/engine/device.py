@@ -104,8 +104,8 @@ class Device:
 
     def together(self, waiting: Sequence[Wanted]) -> int:
         """The number of the first of these requests that are read together: they have short prompts, and no more."""
-        begin = list(takewhile(lambda one: one.prefix is None and not self._reuse.finds(one), waiting))
-        return self._plans.sizes.together([one.prompt.size for one in begin])
+        begin = takewhile(lambda one: one.prefix is None and not self._reuse.finds(one), waiting)
+        return self._plans.sizes.together(one.prompt.size for one in begin)
 
     def read(self, requests: Sequence[Wanted]) -> Pieces[Read]:
         """Reads requests, as many as `together` says, and yields after each unit of work but the last.

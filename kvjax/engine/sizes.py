@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvjax.cache import bucket, room_for
 
@@ -80,9 +81,9 @@ class Sizes:
         smallest, most = bucket(-(-self.shortest // TOGETHER)), self.chunk // TOGETHER if self.rows >= TOGETHER else 0
         return [size for size in (2**i for i in range(most.bit_length())) if smallest <= size <= most]
 
-    def together(self, lengths: Sequence[int]) -> int:
+    def together(self, lengths: Iterable[int]) -> int:
         """The number of prompts that are read together, first to last, of those with these lengths: TOGETHER or 1."""
-        first = lengths[:TOGETHER]
+        first = list(islice(lengths, TOGETHER))
         return TOGETHER if len(first) == TOGETHER and max(first) <= max(self.parts, default=0) else 1
 
     @property

@@ -31,8 +31,9 @@ class Messages(deque):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_followers_do_what_the_leader_does(fails: bool) -> None:
-    """Also after a prompt that was not read to its end, and until the leader fails."""
+    """Also after a prompt that was not read to its end, with two that are read together, and until the leader fails."""
     notes, others, messages = Notes(), Notes(), Messages()
+    notes.most = 2
     leader = Leader(notes, messages)
     loop = Loop(leader, SIZES.rows, 8, at_once=4, keeps=True)
     unread, *requests = ticket(64), ticket(40, limit=3), ticket(2, limit=5)
@@ -55,6 +56,7 @@ def test_followers_do_what_the_leader_does(fails: bool) -> None:
         follow(others, messages, ticket(1).start)
         assert loop.counters.finished == {"cancelled": 1, "length": 2}
     assert others.done[: len(notes.done)] == notes.done
+    assert "chunk of 2" in notes.done
     assert not messages
 
 
