@@ -11,10 +11,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.checks import check_integers, check_params, check_type, shown
-from kvjax.kv_cache import KVCache, check_attached
+from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import mesh_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy
+from kvjax.policy.suits import check_attached
 from kvjax.reading.layers import jitted_step
 from kvjax.reading.prompt import Batch, read_prompt
 from kvjax.reading.room import Compress, check_reading, check_room, lacks_room

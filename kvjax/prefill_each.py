@@ -11,11 +11,12 @@ from jaxtyping import Int
 
 from kvjax.cache import Entries, Layers, bucket
 from kvjax.checks import LARGEST, check_params, check_type, shown
-from kvjax.kv_cache import KVCache, check_attached, check_suits
+from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import MODEL, fetch, mesh_of
 from kvjax.models import Decoder
 from kvjax.parts import Fixed
 from kvjax.policy import Policy, Score, Texts, Together
+from kvjax.policy.suits import check_attached, check_suits
 from kvjax.reading.allocate import allocated
 from kvjax.reading.layers import read
 from kvjax.reading.prompt import Batch

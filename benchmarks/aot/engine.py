@@ -13,10 +13,11 @@ from kvjax.engine.reading import Reader
 from kvjax.engine.resident import compile_rows
 from kvjax.engine.sizes import CHUNK, Sizes
 from kvjax.engine.ticket import Options, Ticket
-from kvjax.kv_cache import KVCache, check_attached
+from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import check_batch, fit_mesh
 from kvjax.models import DecoderConfig
 from kvjax.policy import Policy
+from kvjax.policy.suits import check_attached
 from kvjax.reading.replays import encoded_texts
 from kvjax.runtime.modes import own_modes
 

@@ -22,11 +22,12 @@ from kvjax.checkpoint.parameters import Blank
 from kvjax.decoding.loop import Answers, Decoding, Sampling, decode
 from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.engine.compiling import Programs
-from kvjax.kv_cache import KVCache, check_attached
+from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import check_batch, fit_mesh, rows_sharding
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.plan import check_sizes, on_mesh, placed, plan_cache
 from kvjax.policy import Policy
+from kvjax.policy.suits import check_attached
 from kvjax.reading.prompt import Batch, Plan, complete, pieces
 from kvjax.reading.replays import encoded_texts
 from kvjax.reading.room import ending

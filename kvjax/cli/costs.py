@@ -46,8 +46,8 @@ def presets(length: int, config: DecoderConfig) -> list[str]:
 
 def _suits(text: str, config: DecoderConfig) -> bool:
     """Returns whether a model has enough layers and heads for a policy that divides its budget among them."""
-    from kvjax.kv_cache import check_suits
     from kvjax.policies import parse
+    from kvjax.policy.suits import check_suits
 
     try:
         check_suits(parse(text), config, devices=1)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from kvjax import policies
 from kvjax.checks import check_params, check_size
 from kvjax.decoding.row_text import check_fast
-from kvjax.kv_cache import check_attached, check_suits
 from kvjax.mesh.sharding import MODEL, check_batch, mesh_of, platform_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy
+from kvjax.policy.suits import check_attached, check_suits
 from kvjax.request.ends import default_ends
 from kvjax.request.request import as_policy, check_tokenizer, texts_of
 

@@ -15,10 +15,10 @@ from kvjax.evaluation.entries import Cell
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal
 from kvjax.evaluation.lines import KEY, Key, key_of
-from kvjax.kv_cache import check_suits
 from kvjax.models import DecoderConfig
 from kvjax.plan import plan_cache
 from kvjax.policy import Policy
+from kvjax.policy.suits import check_suits
 
 FULL_CACHES = 16  # the memory of all caches of a batch, in uncompressed caches of it, for a grid without a limit
 

@@ -13,8 +13,8 @@ from kvjax import policies
 from kvjax.attend.causal import causal
 from kvjax.files.texts import Stream
 from kvjax.generate import generate, prefill
-from kvjax.kv_cache import check_suits
 from kvjax.models import Attend, AttentionLayer, Decoder
+from kvjax.policy.suits import check_suits
 
 from .adapters import adapted, adapter_sizes
 from .attach import with_gates

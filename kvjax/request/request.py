@@ -20,10 +20,11 @@ from kvjax.checks import check_params, check_size, is_integer, shown
 from kvjax.decoding.loop import Sampling
 from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.extend import check_mesh, check_policy
-from kvjax.kv_cache import KVCache, check_attached
+from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import check_batch, fetch, mesh_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy, Texts
+from kvjax.policy.suits import check_attached
 from kvjax.reading.prompt import Batch, read_prompt
 from kvjax.reading.replays import encoded_texts
 from kvjax.reading.room import Compress, check_reading, ending
