@@ -43,7 +43,7 @@ def lower_engine(
         chunk: as `Engine` takes it.
 
     Returns:
-        The programs by name. "admit" writes a request into a row, and "advance" is a step of all rows. The others read
+        The programs by name. "admit 1" writes a request into a row, and "advance" is a step of all rows. The others read
         prompts. And the shapes of the cache of one row.
 
     Raises:
@@ -55,10 +55,7 @@ def lower_engine(
     sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk, platform=mesh.devices.flat[0].platform)
     plans = Plans.of(config, policy, sizes, jnp.dtype(dtype), mesh, encoded_texts(policy, None))
     programs = Lowered(plans.placed)
-    logits, row = Reader(plans, params, programs.compile, plans.shapes_of).add_all(after=False)
-    start = jax.tree.map(
-        lambda x: plans.shapes_of(jax.ShapeDtypeStruct((plans.batch, *x.shape[1:]), x.dtype)),
-        Ticket.of([0], Options(1), sizes, None, config.vocab_size).start,
-    )
-    compile_rows(programs, plans, params, logits, row, start, at_once=1)
-    return programs.lowered, row
+    reads = Reader(plans, params, programs.compile, plans.shapes_of).add_all(after=False)
+    start = Ticket.of([0], Options(1), sizes, None, config.vocab_size).start
+    compile_rows(programs, plans, params, reads, start, at_once=1)
+    return programs.lowered, reads[1].cache

@@ -147,7 +147,7 @@ class Device:
         everywhere = self._plans.everywhere
         name, last = ("admit", []) if guides is None else ("admit guided", [everywhere(guides)])
         self.resident, report = self._programs.run(
-            (name, len(rows)),
+            f"{name} {len(rows)}",
             self.resident,
             read.cache,
             read.logits,

@@ -211,7 +211,7 @@ class Loop:
             self._admit(self._read_now, stop.value)
             self._reading = None
 
-    def _admit(self, tickets: list[Ticket], read: Read) -> None:
+    def _admit(self, tickets: Sequence[Ticket], read: Read) -> None:
         """Admits requests that have been read to free rows, but for those that have ended meanwhile."""
         guides = None
         if any(ticket.guided is not None for ticket in tickets):
@@ -273,12 +273,14 @@ class Loop:
             self.counters.finish("failed", ticket.submitted)
         return not ticket.feed.ended
 
-    def _finish(self, report: Int32[Array, "R B K"], steps: Int[Array, ""] | int, tickets: list[Ticket | None]) -> None:
+    def _finish(
+        self, report: Int32[Array, "R B K"], steps: Int[Array, ""] | int, tickets: Sequence[Ticket | None]
+    ) -> None:
         """Delivers what steps have found."""
         self.counters.steps += int(steps)
         self._deliver(report, int(steps), tickets)
 
-    def _deliver(self, report: Int32[Array, "R B K"], steps: int, tickets: list[Ticket | None]) -> None:
+    def _deliver(self, report: Int32[Array, "R B K"], steps: int, tickets: Sequence[Ticket | None]) -> None:
         """Gives each request that has not ended meanwhile its tokens."""
         tokens, bits, active, *top = np.ascontiguousarray(np.asarray(report)[:, : len(tickets), :steps])
         found = tokens.tolist(), bits.view(np.float32).tolist(), active[:, -1].astype(bool).tolist()

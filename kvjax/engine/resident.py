@@ -331,9 +331,9 @@ def compile_rows(
         resident = placed(resident, jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(resident)))
     for count, read in reads.items():
         some = read.cache, read.logits, plans.everywhere(Start.of([start] * count)), np.zeros(count, np.int32)
-        programs.add(("admit", count), admit, resident, *some)
+        programs.add(f"admit {count}", admit, resident, *some)
         if guides is not None:
-            programs.add(("admit guided", count), admit, resident, *some, plans.everywhere(guides(count)))
+            programs.add(f"admit guided {count}", admit, resident, *some, plans.everywhere(guides(count)))
     if plans.keeps:
         programs.add("take", taken, resident, np.int32(0))
     leaves, tree = jax.tree.flatten(params)

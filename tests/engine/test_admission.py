@@ -190,10 +190,10 @@ def test_bytes_are_those_of_the_plan(shallow: Decoder, engine: kvjax.Engine) -> 
 def test_rows_are_changed_in_place(engine: kvjax.Engine) -> None:
     """Every array of the resident rows is donated and returned, and admission takes little beside them."""
     device = engine._loop._device
-    for name in (("admit", 1), "advance"):
+    for name in ("admit 1", "advance"):
         analysis = device._programs._compiled[name].memory_analysis()
         assert analysis.alias_size_in_bytes >= engine.footprint.row * 2
-    admit = device._programs._compiled["admit", 1].memory_analysis()
+    admit = device._programs._compiled["admit 1"].memory_analysis()
     assert admit.temp_size_in_bytes < 8 * engine.footprint.row
 
 

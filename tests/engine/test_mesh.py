@@ -38,7 +38,7 @@ def test_admission_moves_nothing_between_devices(tiny: Decoder) -> None:
     params = kvjax.shard(tiny, kvjax.make_mesh(2, 2, devices=jax.devices()[:4]))
     with kvjax.Engine(params, "h2o:budget=12", rows=4, max_prompt=64, max_new_tokens=8) as engine:
         for count in (1, TOGETHER):
-            text = engine._loop._device._programs._compiled["admit", count].as_text()
+            text = engine._loop._device._programs._compiled[f"admit {count}"].as_text()
             moves = r"(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\("
             assert not re.search(moves, text)
         answer = engine.submit([1, 2, 3], max_new_tokens=2).result(timeout=PATIENCE)
