@@ -43,8 +43,8 @@ def lower_engine(
         chunk: as `Engine` takes it.
 
     Returns:
-        The programs by name. "admit 1" writes a request into a row, and "advance" is a step of all rows. The others read
-        prompts. And the shapes of the cache of one row.
+        The programs by name. "admit 1" writes a request into a row, and "advance" is a step of all rows. Most others
+        read prompts. And the shapes of the cache of one row.
 
     Raises:
         ValueError: for a mesh that does not fit the model or the rows.
