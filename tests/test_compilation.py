@@ -55,6 +55,7 @@ def test_prompts_of_all_lengths_share_programs(tiny: Decoder, compiled: list[str
     }
 
 
+@pytest.mark.long
 def test_fixed_budget_decodes_all_prompts_with_one_program(tiny: Decoder, compiled: list[str]) -> None:
     params = smaller(tiny)
     for length in (3, 20, 40):

@@ -16,6 +16,7 @@ from kvjax.models import Decoder
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("page", "layers"),
     [

@@ -11,7 +11,7 @@ from kvjax import policies
 from kvjax.models import Decoder
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "policy",
     [
@@ -32,6 +32,7 @@ def test_questions_of_one_document(shallow: Decoder, policy: str) -> None:
     assert document.batch_size == 1
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize(
     ("policy", "brief"),
     [

@@ -22,6 +22,7 @@ def drawn(figure: Any) -> tuple[np.ndarray, np.ndarray]:
     return mesh.get_coordinates()[0, :, 0], mesh.get_array()
 
 
+@pytest.mark.long
 def test_shades_are_shares_of_heads(tiny: Decoder) -> None:
     pytest.importorskip("matplotlib")
     cache = kvjax.prefill(tiny, [PROMPT, PROMPT[:30]], policy=POLICY)
@@ -34,6 +35,7 @@ def test_shades_are_shares_of_heads(tiny: Decoder) -> None:
     assert (shades[:, 6:] == 1).all()  # the window
 
 
+@pytest.mark.long
 def test_columns_of_a_long_text_are_means(shallow: Decoder) -> None:
     pytest.importorskip("matplotlib")
     cache = kvjax.prefill(shallow, np.arange(1401) % 99, policy=POLICY)

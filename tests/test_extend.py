@@ -58,6 +58,7 @@ def assert_same(mine, other, batch=3):
     assert mine[1].length.tolist() == other[1].length.tolist()
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize("spec", part(SPECS, [spec for spec in SPECS if spec not in ALIKE]))
 def test_a_prompt_in_chunks_is_a_prompt_in_one_go(spec):
@@ -82,6 +83,7 @@ def test_chunks_shorter_than_the_window_and_nearly_the_prompt(spec, chunk):
     assert_same(tiny.prefill(params, spec, ROWS, SIZE), tiny.prefill(params, spec, ROWS, SIZE, chunk=chunk))
 
 
+@pytest.mark.long
 def test_the_first_chunk_is_a_plain_prompt(monkeypatch):
     """It attends to itself alone, the second to the slots that both leave as well."""
     module = import_module("kvjax.attend.received")
@@ -255,6 +257,7 @@ def test_with_room_adds_empty_slots_where_the_cache_grows_and_nowhere_else():
     assert with_room(evicting, 1000) is evicting
 
 
+@pytest.mark.long
 def test_extend_is_usable_inside_jit():
     params = tiny.decoder()
     _, cache = tiny.prefill(params, "morphkv:budget=12,window=4", ROWS, SIZE)
@@ -262,6 +265,7 @@ def test_extend_is_usable_inside_jit():
     assert_same(inside, extend(params, cache, STEPS.T, compress="end"))
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("compress", ["end", "never"])
 def test_compress_is_explicit(compress):

@@ -45,6 +45,7 @@ def greedy(params: Decoder, prompt: list[int], new: int) -> list[int]:
     return row[len(prompt) :]
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "windows"), [(4, 4, (None,)), (8, 2, (None, 20)), (14, 2, (20,))], ids=str
@@ -127,6 +128,7 @@ def test_forms_of_a_prompt(shallow: Decoder, form) -> None:
     np.testing.assert_array_equal(generate(shallow, prompt).tokens, expected.tokens)
 
 
+@pytest.mark.long
 def test_text(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     """The text begins with the tokenizer's special tokens, and ends with its end token, which is not shown."""
     answer = kvjax.generate(shallow, "ba ce di", tokenizer=tokenizer, max_new_tokens=6)

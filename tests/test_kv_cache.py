@@ -83,6 +83,7 @@ def test_draws_go_on_too(shallow: Decoder) -> None:
     np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], axis=1), whole.tokens)
 
 
+@pytest.mark.long
 def test_pending_token_goes_before_the_next_turn(shallow: Decoder) -> None:
     """The next turn is read in one piece, and in two."""
     document, question = DOCUMENTS[1:]
@@ -133,6 +134,7 @@ def test_prompt_of_any_length_in_constant_memory(subject: Decoder, policy: kvjax
         assert policy.merge.effects.keys or occupied.min() == layer.slots  # a merge may leave slots empty
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize(
     "text",
     [

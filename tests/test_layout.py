@@ -128,6 +128,7 @@ def test_circles_are_found() -> None:
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
+@pytest.mark.long
 def test_no_circle_of_imports() -> None:
     assert len(graph()) > 100
     assert circle(graph()) == []
@@ -308,6 +309,7 @@ def test_parts_declare_few_facts() -> None:
     assert sum(map(len, found.values())) <= 20, found
 
 
+@pytest.mark.long
 def test_core_code_reads_no_marks() -> None:
     readers = {
         name

@@ -50,6 +50,7 @@ CALLS: dict[str, Callable[[Decoder], Any]] = {
 }
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_the_row_and_the_position_are_named(spoilt: Any, call: Callable[[Decoder], Any]) -> None:
     params, _, position = spoilt

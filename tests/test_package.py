@@ -109,6 +109,7 @@ def test_wheel_installs_no_top_level_module_but_kvjax_and_its_command(installed:
     assert names - {"__pycache__"} == {"kvjax", "kvjax_command.py", "bin"}
 
 
+@pytest.mark.long
 def test_wheel_holds_every_file_of_the_package_and_no_links(installed: Path) -> None:
     expected = {path.relative_to(ROOT) for path in files(ROOT / "kvjax") if not path.is_symlink()}
     expected |= {"kvjax" / path.relative_to(ROOT) for name in LINKED for path in files(ROOT / name)}

@@ -46,6 +46,7 @@ ALIKE = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("text", part((*DISTINCT, *ALIKE), DISTINCT))
 def test_planned_bytes_are_the_bytes_of_generate(params: Decoder, text: str) -> None:

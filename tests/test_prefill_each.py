@@ -88,6 +88,7 @@ def test_a_prompt_that_was_begun(texts: tuple[str, ...]) -> None:
                 assert held(ours, row) == held(theirs, row)
 
 
+@pytest.mark.long
 def test_caches_that_cannot_be_gone_on_from() -> None:
     params, policy, other = decoder(), parse("h2o:budget=8"), parse("snapkv:budget=8,window=4")
     expected = "the cache was not read for these policies: expected one of begin_each with the same policies"

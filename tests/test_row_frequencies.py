@@ -96,7 +96,7 @@ def test_however_a_prompt_is_read(params, answer, rows, options):
     np.testing.assert_array_equal(again.cache.rope, answer.cache.rope)
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 def test_they_are_saved_with_a_cache_and_planned(params, answer, tmp_path: Path):
     kvjax.save_cache(tmp_path / "cache", answer.cache, params)
     restored = kvjax.restore_cache(tmp_path / "cache", params)

@@ -69,6 +69,7 @@ def test_text_comes_in_pieces(shallow: Decoder, tokenizer: PreTrainedTokenizerFa
     assert len([piece for piece in pieces if piece.text and piece.text[0]]) > NEW // 2
 
 
+@pytest.mark.long
 def test_stop_strings_end_rows(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     """One string in the middle of two tokens of a row; the other rows go on. The draws are those of `generate`."""
     options = {"tokenizer": tokenizer, "sampler": kvjax.Sampler(temperature=1.5), "max_new_tokens": NEW, "eos": ()}

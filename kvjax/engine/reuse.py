@@ -28,7 +28,7 @@ Found = tuple[CacheStore, str, Stored]
 
 
 class Wanted(NamedTuple):
-    """What decides how a request is read.
+    """The facts of a request that decide how it is read.
 
     Attributes:
         prompt: int32 token ids.

@@ -167,7 +167,7 @@ class Ticket:
 
     @property
     def wanted(self) -> Wanted:
-        """What decides how the request is read."""
+        """The facts that decide how it is read."""
         return Wanted(self.prompt, self.prefix, self.limit, self.continues)
 
     @property

@@ -1,4 +1,4 @@
-"""Which policies suit a model, its devices, and what lies beside its parameters."""
+"""Checks that a policy suits a model, its devices, and what lies beside its parameters."""
 
 from __future__ import annotations
 

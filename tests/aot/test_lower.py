@@ -51,6 +51,7 @@ def test_it_runs_on_what_generate_would_give_it(sampler) -> None:
     assert Loop.of(compiled.as_text()).collectives == Counter({"all-reduce": 2 + 1 + 1, "all-gather": 1})
 
 
+@pytest.mark.long
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_prompts_are_read_as_generate_would() -> None:
     params, mesh = decoder(8, 4), kvjax.make_mesh(data=2, model=4)

@@ -112,6 +112,7 @@ def test_full_heads_communicate_nothing() -> None:
     assert found.counts == Counter({"all-reduce": 2 * 2 + 1, "all-gather": 1})
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("text", "expected"),
@@ -147,6 +148,7 @@ READING = {
 ALONE_READING = ("chunkkv", "d2o", "expected_attention")
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("text", "kv_heads"),

@@ -54,6 +54,7 @@ ON_SHARED_HEADS = (
 SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; the last two share each kv head
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("data", "model", "kv_heads", "text"),

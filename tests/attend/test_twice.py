@@ -15,6 +15,7 @@ from kvjax.reading.layers import step
 from tests.tiny import VOCAB, decoder
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("batch", "mixture"), [(1, None), (3, None), (1, Mixture(4, 2, 24))])
 def test_rows_that_run_twice(batch: int, mixture: Mixture | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,7 @@ WISHES = [
 ]
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("wish", WISHES, ids=lambda wish: f"{wish.reduction.rows}-{wish.reduction.group}")
 def test_weighed_queries_in_prompts_and_steps(wish):
     rows, tokens = len(LENGTHS), PROMPT + STEPS
@@ -152,6 +153,7 @@ def one_layer_rotated(x, positions):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+@pytest.mark.long
 def test_rows_without_weights_give_nothing_and_weights_of_one_change_nothing():
     q, k, v = one_layer.random_streams(2, len(LENGTHS), HEADS, GROUP, PROMPT)
 
@@ -197,6 +199,7 @@ def test_another_score_is_asked_while_observing(base):
     np.testing.assert_array_equal(scored(replace(policy, score=Noted(base))), scored(policy))
 
 
+@pytest.mark.long
 def test_the_moment_of_what_is_observed():
     shown = []
 

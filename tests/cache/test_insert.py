@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax.cache import Slots
 
@@ -27,6 +28,7 @@ def slots(positions: np.ndarray, first: int) -> Slots:
     return Slots(keys, numbers(B, H, size, D), jnp.asarray(positions), capacity, **state)
 
 
+@pytest.mark.long
 def test_it_is_a_loop_over_heads() -> None:
     """The heads of the first rows have holes, and that of the last row is empty."""
     drawn = np.random.default_rng(0)

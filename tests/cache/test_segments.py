@@ -66,6 +66,7 @@ def on(budget: AllocatedBudget, text: str) -> Policy:
     return replace(policies.parse(text), budget=budget)
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("text", "groups", "windows"),
@@ -183,6 +184,7 @@ def test_a_global_budget_is_the_best_of_all(groups):
         assert got == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first_layer", [False, True])
 def test_composites_compete_by_their_mean(first_layer):
     scores = scores_before()

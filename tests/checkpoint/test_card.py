@@ -139,7 +139,7 @@ def test_values_that_are_not_accepted(said, message):
         card_of(Path("x"), said, 40)
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 def test_answers_end_at_the_tokens_of_the_checkpoint(tmp_path, where):
     """Without a tokenizer, too."""
@@ -157,7 +157,7 @@ def test_answers_end_at_the_tokens_of_the_checkpoint(tmp_path, where):
         assert engine.submit(prompt[0]).result().finish == "end"
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 def test_suppressed_tokens_are_never_drawn(tmp_path, where):
     """Of the first tokens without any, one is suppressed at the beginning, and the next ones everywhere."""

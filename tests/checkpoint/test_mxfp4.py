@@ -109,7 +109,7 @@ def folder(tmp_path: Path) -> tuple[Path, Path]:
     return packed, plain
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("model", [None, 2, 4])
 def test_a_quantised_checkpoint(folder: tuple[Path, Path], model: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, and by the experts of each device, in small reads."""

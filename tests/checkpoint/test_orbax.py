@@ -20,6 +20,7 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_saved_decoder_is_restored_in_its_own_dtype(tmp_path, dtype, tokenizer):
     params = decoder(dtype, tie_word_embeddings=True)
@@ -31,6 +32,7 @@ def test_saved_decoder_is_restored_in_its_own_dtype(tmp_path, dtype, tokenizer):
     assert {leaf.sharding.device_set.pop() for leaf in jax.tree.leaves(restored)} == {jax.devices()[0]}
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("sizes", [(8, 1), (2, 4), (1, 2)])
 def test_restored_onto_another_mesh_and_cast(tmp_path, sizes):
@@ -52,6 +54,7 @@ def test_folder_that_is_not_empty(folder):
     assert_equal(restore(folder)[0], other)
 
 
+@pytest.mark.long
 def test_folders_of_another_kind_name_the_function_that_reads_them(folder, tmp_path, tiny):
     assert problems(load, folder) == ("it holds weights that kvjax.save wrote, which kvjax.restore reads",)
     save_hf(decoder(), tmp_path / "hf")

@@ -37,6 +37,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("fields", FAMILIES.values(), ids=FAMILIES)
 def test_fused_tensors_and_biases_of_every_family_on_a_mesh(tmp_path, fields):

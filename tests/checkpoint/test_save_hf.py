@@ -14,6 +14,7 @@ from kvjax.checkpoint import load, restore, save, save_hf
 from tests.checkpoint.folders import INDEX, WEIGHTS, assert_equal, decoder
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parity
 @pytest.mark.parametrize("sizes", [None, (2, 4)])

@@ -53,6 +53,7 @@ def changed(folder: Path, **fields: Any) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text()) | fields
 
 
+@pytest.mark.long
 def test_the_text_decoder_is_read_and_written(multimodal, tmp_path):
     params, _ = load(multimodal)
     assert params.config == hybrid().config
@@ -126,6 +127,7 @@ def test_a_matrix_in_float32_widens_the_model(mixed):
     assert {x.dtype for x in jax.tree.leaves(load(mixed)[0])} == {jnp.dtype("float32")}
 
 
+@pytest.mark.long
 def test_gemma4_as_it_is_published(tmp_path):
     shared = {"num_hidden_layers": 4, "num_kv_shared_layers": 2}
     config = config_from_hf(GEMMA4 | shared | {"attention_k_eq_v": True, "layer_types": [SLIDING, FULL] * 2})
@@ -151,6 +153,7 @@ def test_gemma4_as_it_is_published(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(read), jax.tree.leaves(params))
 
 
+@pytest.mark.long
 def test_layers_that_foretell_several_tokens_are_left_unread(tmp_path):
     """DeepSeek-V3's file holds one more layer than its config counts, with experts and matrices of its own."""
     save_hf(latents(), tmp_path)

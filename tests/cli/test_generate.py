@@ -39,6 +39,7 @@ def test_generate_prints_what_the_library_answers(shallow_model: str) -> None:
     assert document["prompt_tokens"] == 15
 
 
+@pytest.mark.long
 def test_a_prompt_of_unknown_words_is_warned_of() -> None:
     status, _, stderr = kv("generate", "demo", "Once upon the time", "--max-new-tokens", 1)
     warning = "kvjax: warning: 3 of 4 tokens of the prompt are unknown to demo, which knows 512 words; try: "
@@ -54,6 +55,7 @@ def test_the_first_example_of_the_page_is_one_that_the_demo_model_knows() -> Non
     assert first == ("demo", EXAMPLE)
 
 
+@pytest.mark.long
 def test_generate_ends_at_a_stop_string() -> None:
     options = ("generate", "demo", EXAMPLE, "--max-new-tokens", 4)
     assert kv(*options, "--stop", "lamp")[:2] == (0, "anna is \n")
@@ -129,6 +131,7 @@ def test_generate_reads_a_file_samples_and_casts(shallow_model: str, tmp_path: P
     assert json.loads(stdout)["tokens"] == expected.tokens[0, : expected.lengths[0]].tolist()
 
 
+@pytest.mark.long
 def test_the_checkpoints_sampler_is_the_default_and_info_shows_what_is_said(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)

@@ -148,6 +148,7 @@ def test_info_says_which_kernels_run_and_why(model: str, monkeypatch: pytest.Mon
     assert re.search("^kernels +reference *$", kv("info", model, "--policy", "full")[1], re.MULTILINE)
 
 
+@pytest.mark.long
 def test_inspect_writes_a_page(shallow_model: str, tmp_path: Path) -> None:
     file, out = tmp_path / "prompt.txt", tmp_path / "page.html"
     file.write_text(PROMPT)
@@ -178,7 +179,7 @@ def test_inspect_on_a_mesh(shallow_model: str, tmp_path: Path, policy: str) -> N
     assert pages[0] == pages[1]
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["info", "plan"])
 def test_the_cost_fits_on_one_screen(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer about `full` and each recommended policy, in 24 lines of 80 columns, none of which is folded."""
@@ -207,7 +208,7 @@ def test_the_plan_begins_with_the_answer(model: str) -> None:
         assert int(found[1].replace(",", "")) == 116 * int(found[0].replace(",", ""))
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_info_prints_tables_that_fit(model: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -126,6 +126,7 @@ def test_a_vanishing_temperature_is_greedy():
         np.testing.assert_array_equal(sampler(logits, keys), Greedy()(logits))
 
 
+@pytest.mark.long
 def test_draws_follow_the_filtered_distribution():
     draws = 40_000
     logits = jnp.asarray([[1.0, 0.2, -0.5, 0.9, -3.0, 0.0]])
@@ -140,6 +141,7 @@ def test_draws_follow_the_filtered_distribution():
     assert np.all(np.abs(counts - draws * expected) <= 4 * deviation)
 
 
+@pytest.mark.long
 def test_a_draw_depends_on_the_rows_own_key_only():
     logits, keys = jnp.asarray(random_logits(8)), jax.random.split(jax.random.key(1), 8)
     seen = jnp.asarray(np.random.default_rng(2).random((8, V)) < 0.2)

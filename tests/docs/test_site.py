@@ -48,6 +48,7 @@ def test_every_page_of_the_folder_is_built(site: Path) -> None:
     assert {Path("methods", name) for name in policies.PRESETS.own} <= built
 
 
+@pytest.mark.long
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     """Links lead there, and nothing else. A browser would load what these elements and attributes name."""
     loading = re.compile(
@@ -57,6 +58,7 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     assert 'data-md-component="source"' not in (site / "index.html").read_text()  # asks GitHub's API for stars
 
 
+@pytest.mark.long
 def test_every_public_name_is_on_a_page_of_the_api(site: Path) -> None:
     """By the headings of the built pages."""
     names: list[str] = []
@@ -82,6 +84,7 @@ def test_a_folder_stands_for_its_pages(nav: list, expected: list) -> None:
     assert expanded(nav, ["index.md", "a/b.md", "a/index.md", "a/c/d.md"]) == expected
 
 
+@pytest.mark.long
 def test_the_parts_of_methods_are_on_a_page(site: Path) -> None:
     html = (site / "api" / "method_parts" / "index.html").read_text()
     missing = [name for name in registry.parts() if name not in parts.__all__ and f"kvjax.parts.{name}\n" not in html]

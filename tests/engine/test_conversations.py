@@ -60,7 +60,7 @@ POLICIES = [*KINDS, "keydiff:budget=12,recent=4,every=2", "snapkv:budget=12,wind
 CHOSEN = ["full", "morphkv:budget=12,window=4,every=4", "snapkv:budget=12,window=4"]
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("policy", part(POLICIES, CHOSEN))
 def test_turns_are_those_of_generate(policy: str, tiny: Decoder, shallow: Decoder) -> None:
     """A turn has one chunk or two."""

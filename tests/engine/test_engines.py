@@ -73,6 +73,7 @@ def test_weights_count_once() -> None:
     assert "into which 2 rows of each of 2 engines fit" in str(told.value)
 
 
+@pytest.mark.long
 def test_the_second_engine_counts_the_first(shallow: Decoder) -> None:
     """Also the workspace, which is known when the first has been compiled."""
     with Engines(shallow, {"h2o": "h2o:budget=12", "full": "full"}, **SIZES) as engines:

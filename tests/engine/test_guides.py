@@ -40,6 +40,7 @@ def engine(params: Decoder) -> Iterator[kvjax.Engine]:
         yield engine
 
 
+@pytest.mark.long
 def test_answers_follow_their_grammars_in_any_company(engine: kvjax.Engine, params: Decoder) -> None:
     """Each is the same again, and requests without a guide get what they get alone."""
     pattern = r"(ab|cde){2,4}/[0-9]+\."

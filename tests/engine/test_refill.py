@@ -104,7 +104,7 @@ def test_the_next_batch_is_read_while_rows_are_busy(params: Decoder) -> None:
 SIZES = ("full", "h2o:budget=32", "snapkv:budget=20,window=4", "sliding:full")
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("text", part(SIZES, SIZES[:1]))
 @pytest.mark.parametrize("order", [1, -1], ids=["short first", "long first"])
 def test_batches_of_other_sizes_share_the_rows(params: Decoder, text: str, order: int) -> None:

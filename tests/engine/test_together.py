@@ -82,6 +82,7 @@ def check(params: Decoder, policy: str, read: list[list[int]], reference: Decode
         np.testing.assert_allclose(answer.log_probs, alone.log_probs[0], atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("policy", part([*KINDS, *POLICIES[1:]], KINDS))
 def test_tokens_are_those_of_each_request_alone(policy: str, tiny: Decoder, read: list[list[int]]) -> None:
@@ -96,6 +97,7 @@ def test_on_a_mesh(policy: str, tiny: Decoder, read: list[list[int]]) -> None:
     check(params, policy, read, tiny)
 
 
+@pytest.mark.long
 def test_a_burst_takes_a_program_of_each_kind_per_four(shallow: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     ran, run = list[Hashable](), Programs.run
 
@@ -111,6 +113,7 @@ def test_a_burst_takes_a_program_of_each_kind_per_four(shallow: Decoder, monkeyp
     assert counts == {"begun": 2, "begin": 2, "_read_layers": 2, "logits_of": 2, "admit 4": 2}
 
 
+@pytest.mark.long
 def test_a_later_turn_is_read_alone(shallow: Decoder, read: list[list[int]]) -> None:
     with kvjax.Engine(shallow, "h2o:budget=12", **SIZES, conversation_memory="1GB") as engine:
         (first,) = answers(engine, [[1, 2, 3]])

@@ -74,7 +74,7 @@ def check(
     assert {"length", "end"} <= finishes
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize("policy", part([*KINDS, *POLICIES[1:]], KINDS))
 def test_tokens_are_those_of_the_request_alone(policy: str, tiny: Decoder, shallow: Decoder) -> None:

@@ -74,6 +74,7 @@ def test_a_file_by_its_model_is_what_the_grid_of_a_command_gives(model: Any, tmp
     assert one.settings == ("before",)
 
 
+@pytest.mark.long
 def test_a_task_of_a_registry(model: Any, tmp_path: Path) -> None:
     (task,) = registry.find("demo/needle")
     with pytest.warns(

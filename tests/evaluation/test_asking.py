@@ -202,7 +202,7 @@ def test_nothing_is_compiled_per_example(compiled: list[str]) -> None:
     assert work(34) == {}
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("text", ["snapkv:budget=0.5", "adakv:base=snapkv,base.budget=0.5", "h2o:budget=12"])
 @pytest.mark.parametrize("question", ["after", "before"])
 def test_retained_tokens_of_first_examples_are_recorded(params: Decoder, text: str, question: Setting) -> None:

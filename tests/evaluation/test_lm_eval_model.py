@@ -139,6 +139,7 @@ def test_the_first_answer_token_depends_on_what_was_kept(full: KVJaxLM) -> None:
     assert abs(kept[0] - all_[0]) > 1e-3
 
 
+@pytest.mark.long
 def test_prompts_that_are_too_long_lose_their_beginning(full: KVJaxLM, caplog: pytest.LogCaptureFixture) -> None:
     short = KVJaxLM("demo", batch_size=4, dtype="float32", max_length=16)
     with caplog.at_level(logging.WARNING, "kvjax.evaluation.lm_eval_model"):

@@ -187,6 +187,7 @@ def test_what_fails_on_one_example_is_reported_and_the_rest_answered(tmp_path: P
     assert (tmp_path / "results.jsonl").read_bytes() == (tmp_path / "well" / "results.jsonl").read_bytes()
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize(
     "error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")]
 )

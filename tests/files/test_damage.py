@@ -55,6 +55,7 @@ def damage(folder: Path, rng: np.random.Generator) -> str:
     return path.relative_to(folder).as_posix()
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize("seed", range(10))
 def test_any_damage_is_one_error(tiny: Decoder, saved: Path, tmp_path: Path, seed: int) -> None:

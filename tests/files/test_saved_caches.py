@@ -26,6 +26,7 @@ def assert_equal(ours: kvjax.KVCache, theirs: kvjax.KVCache) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 def test_round_trip_of_an_answer(subject: Decoder, policy: kvjax.Policy, tmp_path: Path) -> None:
     cache = generate(subject, GENERATE_ROWS, policy=policy).cache
@@ -58,7 +59,7 @@ def test_round_trip_of_half_a_document(shallow: Decoder, tmp_path: Path, dtype) 
     assert not restored.filled
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("text", ["zipcache:base=knorm,base.budget=16", "think:recent=64"])
 def test_round_trip_of_empty_arrays(shallow: Decoder, text: str, tmp_path: Path) -> None:
     """Nothing of a prompt is in slots under ZipCache, and of a short prompt nothing is settled under ThinK."""

@@ -35,6 +35,7 @@ def shares(weights: np.ndarray) -> np.ndarray:
     return mean / mean.sum(axis=-1, keepdims=True)
 
 
+@pytest.mark.long
 def test_prompts_end_where_texts_end_and_the_model_answers_them() -> None:
     text, lengths = objective().batch(0)
     assert lengths.tolist() == [ANSWER, ANSWER]

@@ -32,6 +32,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
+@pytest.mark.long
 def test_the_base_leaves_room_for_learned_tokens() -> None:
     """A batch has what the base retains of contexts with fewer entries, and answers from the complete cache."""
     text, lengths, retained = objective().batch(0)

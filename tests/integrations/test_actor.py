@@ -41,6 +41,7 @@ def test_padding_on_both_sides_changes_no_logits(windows: tuple[int | None, ...]
         np.testing.assert_allclose(found[first : first + len(expected)], expected, atol=1e-5)
 
 
+@pytest.mark.long
 def test_gradients_are_finite_and_padding_has_none() -> None:
     tokens, positions, mask = padded()
     valid = (tokens != 0)[..., None]
@@ -91,6 +92,7 @@ def test_a_temperature_divides_logits_behind_the_soft_cap(fields: dict) -> None:
     assert cooled.embed[...] is params.embed[...]
 
 
+@pytest.mark.long
 def test_generated_log_probabilities_have_the_temperature() -> None:
     params = tempered(decoder(), 0.7)
     said = kvjax.generate(params, [ROWS[0].tolist()], max_new_tokens=4, log_probs=True, eos=())

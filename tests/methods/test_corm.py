@@ -57,6 +57,7 @@ def test_is_the_literal_count(group, window, every):
     assert min(head.closest for own in literal for head in own) > 1e-5
 
 
+@pytest.mark.long
 def test_votes_come_first_then_the_last_weight():
     """Bits of queries at any place count alike: 3, 1, 1, 0 and 2 votes."""
     policy = parse("corm:budget=3,window=40,recent=0")

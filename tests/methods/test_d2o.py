@@ -77,6 +77,7 @@ class Layer:
                 head[p][2] += weight
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "weights", "options"),

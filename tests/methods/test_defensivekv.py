@@ -120,6 +120,7 @@ def test_heads_retain_what_the_definition_does(level, kind, kernel, first):
     assert len(sizes) > 2, "or heads did not compete"
 
 
+@pytest.mark.long
 def test_a_row_alone_is_the_row_in_company():
     policy = defensivekv(BUDGET, WINDOW, level="global")
     _, together = tiny.prefill(PARAMS, policy, ROWS, 32)

@@ -103,6 +103,7 @@ def test_is_the_literal_bookkeeping(params, every, recent):
     assert set(oldest) & set(literal[2].held), "not simply the newest"
 
 
+@pytest.mark.long
 def test_the_last_hidden_state_is_what_enters_each_layer(params):
     """Of prompts that are padded on the left, and after a step within the budget."""
     rows = [RNG.integers(0, tiny.VOCAB, n) for n in (9, 4)]
@@ -115,6 +116,7 @@ def test_the_last_hidden_state_is_what_enters_each_layer(params):
         np.testing.assert_allclose(last_of(after, b), expected[:, -1], atol=2e-5)
 
 
+@pytest.mark.long
 def test_a_later_turn_counts_as_prompt(params):
     """Its tokens, and those of the first prompt, are known as read; the answer between them has scores."""
     policy = parse("epikv:budget=40,recent=2")

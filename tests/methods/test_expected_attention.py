@@ -44,6 +44,7 @@ class Head:
             del self.keys[held[i]]
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("group", "every"), [(1, 3), (4, 1), (7, 5)])
 def test_heads_that_evict_hold_what_the_equation_retains(group, every):

@@ -65,6 +65,7 @@ BLOCKS = [(3, False, None), (3, True, 5), (1, False, None), (6, True, None)]
 CHOSEN = [(*BLOCKS[0], "sum"), (*BLOCKS[1], "sum"), (*BLOCKS[2], "max"), (*BLOCKS[3], "max")]
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("block", "ahead", "chunk", "fusion"),

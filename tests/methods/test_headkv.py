@@ -51,6 +51,7 @@ def test_a_head_that_evicts_has_room():
     assert np.asarray(shares.allocate(scores, jnp.full((1, 1), 10), 6, ALL_HEADS))[0].tolist() == [[14, 6]]
 
 
+@pytest.mark.long
 def test_retains_the_best_of_snapkv():
     """Of each row its own total: a long prompt, one that is within the pool of some heads, and a short one."""
     options = {"window": 4, "kernel": 3}

@@ -36,6 +36,7 @@ def test_noise_is_gumbel_and_a_pair_s_own():
     assert len(np.unique(flat)) > 0.98 * flat.size
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("group", "window", "temperature", "tiles"),

@@ -162,6 +162,7 @@ def test_e5_a_merged_entry_weighs_as_one_token():
     np.testing.assert_allclose(softmax(logits), [0.5, 0.5], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_e5_a_merged_entry_weighs_as_its_tokens():
     """With ln 2 added to their logit the two have two thirds, as they had apart; merged again, all of it."""
     entries = replace(layer(np.ones((1, 1, 3, 2))), bias=jnp.zeros((1, 1, 3)))

@@ -284,6 +284,7 @@ def compared(model: str, press: str) -> tuple[str, str, bool]:
     return model, press, needs_all_layers(press) or (model == ONE and press in ANSWERED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "press", "all_layers"),
     part(

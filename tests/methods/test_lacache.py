@@ -61,6 +61,7 @@ def test_thirteen_tokens_in_eight_slots(layer, expected):
     assert left.positions[0, 0].tolist() == expected
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("run", "keep", "budget"), [(2, 1, 12), (3, 1, 13), (5, 2, 14), (4, 3, 12)])
 def test_prompts_and_steps_are_the_list(run, keep, budget):

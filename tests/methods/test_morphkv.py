@@ -65,6 +65,7 @@ def compare(queries_per_head, steps, block=None, **options):
     assert closest > 1e-6, "these random numbers leave a decision to rounding; take others"
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("group", "fusion", "every"),
@@ -84,6 +85,7 @@ def test_released_normalisation_and_group_rules(options):
     compare(4, 100, budget=20, window=5, normalise="distant", **options)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads a CPU's program")
 def test_a_step_does_not_copy_the_queries_of_the_window(optimized):
     """It reads them before it writes the newest one, and XLA must see that it does."""

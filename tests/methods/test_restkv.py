@@ -89,6 +89,7 @@ def of_rows(heads, kv_heads, **options):
     return params, found
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "alpha", "reach"), [(8, 2, 0.3, 2000), (7, 1, 0.3, 2), (4, 4, 0.7, 1), (8, 2, 1.0, 1)]

@@ -50,6 +50,7 @@ def smaller(base: Any, row: np.ndarray) -> Any:
     return replace(base, budget=replace(budget, budget=own) if base.allocates else own)
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "base"), [(8, 2, "snapkv"), (8, 2, "kvzip"), (2, 2, "adakv"), (7, 1, "kvzip")]
@@ -74,6 +75,7 @@ def test_a_text_behind_it_reads_learned_entries(heads: int, kv_heads: int, base:
         assert_close(np.stack(steps, axis=1)[b], expected)
 
 
+@pytest.mark.long
 def test_the_budget_pays_for_learned_tokens() -> None:
     """As many entries as the base has, in pools of the same bytes."""
     params, _ = model()

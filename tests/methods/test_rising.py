@@ -30,6 +30,7 @@ def norms_of(cache, row, known):
     return known
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("share", "every"), [(0.5, 1), (0.3, 3), (1.0, 1)])
 def test_heads_hold_the_share_of_all_tokens(share, every):
@@ -85,6 +86,7 @@ def test_without_room_an_answer_ends_with_an_error():
     _, cache = kvjax.extend(PARAMS, kvjax.with_room(cache, 1), token)
 
 
+@pytest.mark.long
 def test_an_engine_answers_as_generate_does():
     policy = rising(h2o(), 0.4, every=2)  # the norms of one token's keys are equal but for their rounding
     alone = [kvjax.generate(PARAMS, [row], policy=policy, max_new_tokens=12, eos=()).tokens[0] for row in ROWS]

@@ -59,6 +59,7 @@ def test_lazy_layers(budget, threshold, expected):
     assert np.asarray(counts)[:, 0].tolist() == [[n, n] for n in expected]
 
 
+@pytest.mark.long
 def test_lazy_layers_retain_the_first_and_the_newest():
     """A budget for one of two layers makes the lazier one lazy; without one, no layer passes a threshold of 1."""
     params, rows = tiny.decoder(windows=(None, None)), [np.random.default_rng(n).integers(0, 64, n) for n in (24, 9)]

@@ -18,6 +18,7 @@ from tests.methods.reference import softmax
 OPTIONS = ("budget=12,window=3,kernel=3,sinks=1,every=3", "budget=0.5,window=4,large=0.5,kernel=1,sinks=0,every=None")
 
 
+@pytest.mark.long
 def test_scores_are_the_equations():
     """40 entries among empty slots in two heads of three query heads each; the last 4 are the window's."""
     rng, (H, G, W, M, D) = np.random.default_rng(0), (2, 3, 4, 44, 4)

@@ -64,6 +64,7 @@ def positions_of(coded: CodedEntries, b: int, h: int) -> list[list[int]]:
     return [x[x >= 0].tolist() for x in np.split(np.asarray(coded.positions)[b, h], sizes)]
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("base", "heads", "kv_heads", "salient", "bits", "other_bits"),

@@ -37,6 +37,7 @@ def problem(batch: int, tokens: int, mixture: Mixture) -> tuple[jax.Array, Exper
     return jnp.asarray(x, jnp.float32), ExpertWeights(*arrays)
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize(
     ("batch", "tokens", "experts", "per_token", "facts"),
     each_once(SIZES, [{}, {"normalized": False}, BIASED]),
@@ -93,6 +94,7 @@ def test_biases_and_clamps():
     np.testing.assert_allclose(densely(x, weights, mixture, ACTIVATIONS["quick_gelu"])[0], expected, atol=1e-5)
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize(
     ("tokens", "facts", "data", "model"),
@@ -195,6 +197,7 @@ def test_faults_of_either_form_are_named(published, tmp_path):
     assert "has shape (" in str(caught.value)
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parity
 def test_orbax_holds_experts(published, tmp_path):
     params, _ = load(published[1])
@@ -204,6 +207,7 @@ def test_orbax_holds_experts(published, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
+@pytest.mark.long
 @pytest.mark.parity
 @pytest.mark.slow(first=1)
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")

@@ -43,7 +43,7 @@ def by_head(layer: Layer, latent: Latent, x: jax.Array) -> jax.Array:
     return jnp.einsum("BHND,HDE->BNE", contexts, attention.output[...])
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("latent", [LATENT, replace(LATENT, query_rank=None, growth=1.3)], ids=["query rank", "growth"])
 def test_it_is_attention_over_keys_and_values_of_each_head(latent):
     params, (tokens,) = latents(latent), [ROWS[1]]
@@ -61,7 +61,7 @@ def test_output_maps_a_value_in_the_cache_to_hidden_states():
     np.testing.assert_allclose(attention.project_out(jnp.asarray(value)), mapped, atol=1e-5)
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.slow(first=2)
 def test_policies_over_latents(policy):
     """A text within the budget has the logits of full attention, beside ones that are compressed to it."""

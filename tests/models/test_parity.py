@@ -76,6 +76,7 @@ def test_logits_in_float32(model, folder, tokens):
     np.testing.assert_allclose(logits(params, tokens), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", part(CASES, DECODED), indirect=True)
 def test_greedy_tokens_in_float32(case, folder, tokens):

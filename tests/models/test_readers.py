@@ -37,6 +37,7 @@ def two_kinds() -> Decoder:
     return reading(window_heads=KvHeads(4, 16), window_rope=Rope(100.0))
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 def test_policies(policy):
     """Texts within the budget have the logits of the layers run over the whole text."""
@@ -55,6 +56,7 @@ def answers(params: Decoder, text: str, prompt: Any = PROMPTS, **options: Any) -
     return kvjax.generate(params, prompt, policy=text, max_new_tokens=NEW, log_probs=True, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text", ["snapkv:budget=12,window=4", "streaming_llm:budget=12,positions=in_cache", "dynamickv:budget=12"]
 )
@@ -101,6 +103,7 @@ def _attention(layer: AttentionLayer, q: Any, k: Any, v: Any, places: Any, visib
     return jnp.einsum("bhgqk,bhkd->bhgqd", weights, v).reshape(1, -1, *q.shape[3:])
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("text", ["h2o:budget=20", "full", "adakv:base=snapkv,base.budget=20"])
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -113,6 +116,7 @@ def test_mesh(text):
     np.testing.assert_array_equal(many.cache.retained_mask(), one.cache.retained_mask())
 
 
+@pytest.mark.long
 def test_chunks_and_turns():
     """Also of a turn into a pool, and of a turn of one token."""
     params, prompts, text = reading(), PROMPTS[:2], "snapkv:budget=20,window=4"
@@ -130,6 +134,7 @@ def test_chunks_and_turns():
                 np.testing.assert_allclose(turn.log_probs[row], expected, atol=1e-4)
 
 
+@pytest.mark.long
 def test_engine_and_saved_cache(tmp_path: Path):
     params, text = two_kinds(), "snapkv:budget=20,window=4"
     expected = kvjax.generate(params, PROMPTS[:1], policy=text, max_new_tokens=NEW)

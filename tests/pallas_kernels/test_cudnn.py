@@ -129,7 +129,7 @@ def test_rows_without_padding_are_handed_on_as_they_are(asked, monkeypatch):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize(("group", "window"), [(4, None), (7, 25)])
 def test_a_chunk_attends_to_itself_and_to_slots_in_any_order(asked, monkeypatch, group, window):
     """Slots by Triton, interpreted. Some slots are empty, some out of the window."""
@@ -139,6 +139,7 @@ def test_a_chunk_attends_to_itself_and_to_slots_in_any_order(asked, monkeypatch,
     assert asked
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["in front", "padding", "order", "age"])
 def test_cached_slots_before_a_chunk(asked, monkeypatch, case):
     """cuDNN takes those in the first slots, whose number differs between heads, and Triton all others."""

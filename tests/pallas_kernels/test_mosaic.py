@@ -63,6 +63,7 @@ def without_float16(case, check, kernel):
     return replace(case, dtype="float32")
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=6)
 @pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES, ids=str)
 def test_slot_attention(case, small_tiles):
@@ -113,6 +114,7 @@ def test_two_cores_share_the_heads(small_tiles, monkeypatch):
     check_extra(interpreted(slot.slot_attention), Case(64, 4, 1, 600), 4, Reduction("sum", "sum", "group"))
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("case", "lanes"), QUANTIZED_SEGMENT_CASES, ids=str)
 def test_quantized_segments(case, lanes, small_tiles):

@@ -58,6 +58,7 @@ def tokens_of(policy: str, kernels: str) -> np.ndarray:
         return kvjax.generate(params, prompts, **options).tokens
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def expected(q, k, t, p, reduction, options):
     return getattr(weights.reshape(len(q), k.shape[1], -1, *weights.shape[2:]), reduction.rows)(axis=3)
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.slow(first=4)
 @pytest.mark.parametrize(("name", "biased"), each_once(PROBLEMS, [False, True]))
 def test_contexts_have_the_bits_of_prompt_attention(name, biased):
@@ -78,6 +78,7 @@ def test_contexts_have_the_bits_of_prompt_attention(name, biased):
                 assert_close(score, expected(*arrays[:2], *arrays[3:], reduction, options))
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("name", ["short", "short over slots", "long over slots"])
 def test_a_score_does_not_depend_on_the_others(name):
@@ -92,6 +93,7 @@ def test_a_score_does_not_depend_on_the_others(name):
         np.testing.assert_array_equal(alone, all_scores[i])
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize("name", ["short", "short over slots", "long over slots", "bfloat16"])
 def test_what_earlier_keys_received_alone(name):
@@ -110,6 +112,7 @@ def test_what_earlier_keys_received_alone(name):
         assert np.any(other[..., slots:]) == (slots == 0)
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize(
     ("new", "slots", "window"), [(1, 0, None), (8, 16, None), (29, 0, 5), (13, 37, None), (40, 5, 14)]
 )

@@ -59,6 +59,7 @@ def test_each_head_attends_to_its_own_segment(group, queries, lanes, window):
     assert np.all(np.isneginf(lse[0, :group]))
 
 
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("lanes", [4, 2, 1])
 def test_a_row_alone_gives_what_it_gives_in_a_batch(lanes):
     """A CPU reads the few tiles of one row without the loop that copies those of a batch."""

@@ -216,6 +216,7 @@ def test_compositions_are_the_literal_ones(score, select, merge):
         check(composition, np.repeat(capacity.reshape(-1, 1), H, axis=1), memo, once)
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("score", "select", "merge"), pairs(UniformShares(Fixed(12)), 1), ids=name_of)
 def test_compositions_on_allocated_budgets_are_the_literal_ones(score, select, merge):

@@ -60,6 +60,7 @@ def test_every_preset_is_here():
     assert set(SPECS) == set(policies.PRESETS)
 
 
+@pytest.mark.long(first=1)
 @one_of_each_budget
 @few
 @given(text=texts)

@@ -34,6 +34,7 @@ def rewrites(policy: str) -> list[str]:
     return Loop.whole(between.as_text()).rewrites(KEYS)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("policy", ["full", pytest.param("snapkv:budget=48,window=8", marks=pytest.mark.slow)])
 def test_a_chunk_between_writes_no_array_of_all_slots(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:

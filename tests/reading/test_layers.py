@@ -27,7 +27,7 @@ TURN = [[5, 6, 7], [8, 9, 10], [9, 10, 11]]
 DEEP = 6  # layers
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     "text", [*MIXED, REPLAYED, *(pytest.param(text, marks=pytest.mark.exhaustive) for text in ALL)]
@@ -82,6 +82,7 @@ def deep(more: int = 0) -> Decoder:
     return decoder(windows=(None,) * DEEP, vocab=VOCAB + 7 + more)
 
 
+@pytest.mark.long
 def test_layers_of_a_kind_share_a_program(compiled: list[str]) -> None:
     kvjax.prefill(deep(1), ROWS, policy="snapkv:budget=12,window=4")
     programs = Counter(name for name in compiled if name in ("jit(begin)", "jit(_read_layers)", "jit(logits_of)"))
@@ -111,6 +112,7 @@ def test_layers_of_a_kind_share_the_program_of_a_replay(compiled: list[str]) -> 
     assert Counter(compiled)["jit(_replay_layer)"] == 2
 
 
+@pytest.mark.long
 def test_chunks_after_the_first_change_the_cache_in_place(compiled: list[str]) -> None:
     """The first makes the slots, those between share a program that donates them, and the last compresses."""
     chunked = kvjax.prefill(deep(2), ROWS, policy="snapkv:budget=12,window=4", chunk=8)

@@ -42,6 +42,7 @@ def assert_states_equal(ours: kvjax.KVCache, theirs: kvjax.KVCache, atol: float 
         np.testing.assert_allclose(one, other, atol=atol, rtol=0)
 
 
+@pytest.mark.long
 def test_answers_and_later_turns_follow_the_whole_text():
     first = answered(ROWS)
     texts = joined(ROWS, first.tokens)

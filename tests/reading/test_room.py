@@ -26,7 +26,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.slow(first=4)
 @pytest.mark.parametrize(
     ("spec", "expected"),
@@ -50,6 +50,7 @@ def test_a_step_waits_only_where_slots_can_run_out(spec, expected, fetched):
         assert fetched == expected
 
 
+@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("spec", ["snapkv:budget=12,window=4", "kvcompose:budget=12", "full"])
 def test_logits_are_nan_where_a_step_in_jit_finds_no_room(spec):
@@ -69,6 +70,7 @@ def test_logits_are_nan_where_a_step_in_jit_finds_no_room(spec):
         extend(params, cache, STEPS[0][:, None], incoming)
 
 
+@pytest.mark.long
 def test_logits_are_nan_where_lengths_of_a_device_are_wrong():
     params = tiny.decoder()
     _, cache = tiny.prefill(params, "h2o:budget=12", ROWS, SIZE)

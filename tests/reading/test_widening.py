@@ -28,6 +28,7 @@ def both(policy: str, chunk: int | None) -> list[kvjax.KVCache]:
     return [cache, kvjax.prefill(params, TURN, cache=cache)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "chunk"),
     [
@@ -52,6 +53,7 @@ def test_layers_retain_what_they_would_in_their_own_slots(
                 np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("policy", "programs"), [("pyramidkv:budget=24,window=5", 1), pytest.param(SIZED, LAYERS, marks=pytest.mark.slow)]
 )

@@ -158,6 +158,7 @@ def test_chat_messages(fresh: Decoder, tokenizer: Any, compiled: list[str]) -> N
     assert compiled == []
 
 
+@pytest.mark.long
 def test_caches(fresh: Decoder, document: kvjax.KVCache, compiled: list[str]) -> None:
     wider = Decoder(replace(fresh.config, head_dim=12), nnx.Rngs(0))
     unfinished = replace(document, filled=False)
@@ -182,6 +183,7 @@ def test_caches(fresh: Decoder, document: kvjax.KVCache, compiled: list[str]) ->
     assert compiled == []
 
 
+@pytest.mark.long
 def test_positions_beyond_the_models(shallow: Decoder) -> None:
     params = Decoder(replace(shallow.config, max_positions=20), nnx.Rngs(0))
     with pytest.warns(UserWarning, match=r"reaches position 21 .* trained for 20 \(base 10,000\)") as caught:

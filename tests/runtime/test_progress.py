@@ -27,7 +27,7 @@ def params() -> Decoder:
     return decoder()
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("policy", CASES)
 def test_each_program_is_counted_once(params: Decoder, policy: str) -> None:
     """As many programs are compiled as were announced before the first one; the answer is that of other callers."""
@@ -49,7 +49,7 @@ def test_each_program_is_counted_once(params: Decoder, policy: str) -> None:
     assert decoded == sorted(decoded)
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["dynamickv:budget=8,window=2", "adakv:base=h2o,base.budget=8"])
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_a_turn_of_a_dialogue_is_watched_too(params: Decoder, policy: str, chunk: int | None) -> None:

@@ -50,6 +50,7 @@ def test_draws_follow_the_seed(serving: Serving, alone: Any) -> None:
     assert free.choices[0].text == again.text
 
 
+@pytest.mark.long
 def test_extensions_reach_the_sampler(serving: Serving, alone: Any) -> None:
     extra = {"top_k": 5, "min_p": 0.05, "repetition_penalty": 1.5, "ignore_eos": True}
     out = serving.client.completions.create(

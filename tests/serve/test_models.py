@@ -55,6 +55,7 @@ def test_each_policy_answers(several: Serving, shallow: Decoder, talker: Any) ->
     assert (plain.choices[0].text, plain.model) == (texts[0], "tiny@h2o")
 
 
+@pytest.mark.long
 def test_the_list(several: Serving) -> None:
     listed = several.client.models.list().data
     expected = [(f"tiny@{name}", policy) for name, policy in POLICIES.items()]

@@ -122,6 +122,7 @@ def test_calls(speaking: tuple[str, Serving]) -> None:
     assert (last.message.content, last.message.tool_calls, last.finish_reason) == ("It is 3.", None, "stop")
 
 
+@pytest.mark.long
 def test_the_prompt_shows_tools_and_calls() -> None:
     """The checkpoint's template writes both, and gets the arguments of a call as an object."""
     script = FORMS["hermes"][0]

@@ -60,6 +60,7 @@ def test_essays_begin_again_where_they_end(data: Path) -> None:
     assert essay + essay in one.context
 
 
+@pytest.mark.long
 def test_answers_are_marked_by_the_words_expected(data: Path) -> None:
     pytest.importorskip("rouge_score", reason="ROUGE-1 needs rouge-score (the extra `eval`)")
     (task,) = registry.find("needle/11")
