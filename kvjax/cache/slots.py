@@ -216,7 +216,8 @@ class Slots:
 
         Args:
             new: in order; slots without an entry come first. There must be as many empty slots as entries.
-            joined: what has become of `append(new)`, without keys and values, which have not changed.
+            joined: what has become of `append(new)`, without keys and values, which have not changed. These slots may
+                have been grown since.
         """
         (B, H, N), S = new.positions.shape, self.slots
         empty = self.positions < 0
@@ -224,7 +225,8 @@ class Slots:
         slot = jnp.take_along_axis(compact(empty, N), jnp.maximum(rank, 0), axis=-1)
         slot = jnp.where((rank >= 0) & (slot >= 0), slot, S)
         at = jnp.arange(B)[:, None, None], jnp.arange(H)[:, None], slot
-        source = set_slots(jnp.where(empty, -1, jnp.arange(S)), at, jnp.broadcast_to(S + jnp.arange(N), slot.shape))
+        behind = joined.positions.shape[-1] - N + jnp.arange(N)
+        source = set_slots(jnp.where(empty, -1, jnp.arange(S)), at, jnp.broadcast_to(behind, slot.shape))
         return replace(
             joined.gather(source),
             keys=jax.tree.map(lambda x, y: set_slots(x, at, y), self.keys, new.keys),

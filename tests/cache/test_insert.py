@@ -28,9 +28,12 @@ def slots(positions: np.ndarray, first: int) -> Slots:
     return Slots(keys, numbers(B, H, size, D), jnp.asarray(positions), capacity, **state)
 
 
-@pytest.mark.long
-def test_it_is_a_loop_over_heads() -> None:
-    """The heads of the first rows have holes, and that of the last row is empty."""
+@pytest.mark.parametrize("more", [0, 3])
+def test_it_is_a_loop_over_heads(more: int) -> None:
+    """The heads of the first rows have holes, and that of the last row is empty.
+
+    Some slots more may have been added behind the others since the new entries were appended.
+    """
     drawn = np.random.default_rng(0)
     held = np.full((B, H, S), -1, np.int32)
     for b, h, count in ((0, 0, 5), (0, 1, 3), (0, 2, 4), (1, 0, 7), (1, 1, 2)):
@@ -40,6 +43,7 @@ def test_it_is_a_loop_over_heads() -> None:
         coming[b, :, N - count :] = 20 + np.arange(count)
     old, new = slots(held, 0), slots(coming, 1000)
     joined = replace(old.append(new), keys=None, values=None)
+    old, held = old.grow(S + more), np.pad(held, ((0, 0), (0, 0), (0, more)), constant_values=-1)
     found = jax.jit(Slots.insert)(old, new, joined)
     for name, axis in (("keys", 2), ("values", 2), ("positions", 2), ("per_slot", 3), ("bias", 2)):
         trees = (jax.tree.leaves(getattr(entries, name)) for entries in (found, old, new))

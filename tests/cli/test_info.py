@@ -70,7 +70,7 @@ def test_experts_are_counted(tmp_path: Path) -> None:
     document = json.loads(kv("info", tmp_path / "model", "--policy", "full", "--json")[1])
     assert document["parameters"] == count
     facts = {"experts": 6, "per_token": 2, "size": 20, "normalized": False, "dense_layers": [0]}
-    others = {"biased": False, "limit": None, "shared": None, "shared_gate": True, "sigmoid": None}
+    others = {"biased": False, "limit": None, "shared": None, "shared_gate": True, "sigmoid": None, "beside_mlp": False}
     assert document["experts"] == facts | others
     assert "6 of 20 columns, 2 per token, in 2 of 3 layers" in kv("info", tmp_path / "model", "--policy", "full")[1]
     plan = json.loads(kv("plan", tmp_path / "model", "--memory", "1GB", "--json")[1])
