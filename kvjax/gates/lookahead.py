@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attend.causal import causal
 from kvjax.files.texts import Stream
-from kvjax.generate import generate
 from kvjax.models import Attend, AttentionLayer, Decoder
 
 from .adapters import adapted, adapter_sizes
+from .answers import answered
 from .attending import behind, turned, weights
 from .objective import Objective, Recipe, Weights
 from .reconstruction import silent
@@ -63,9 +63,7 @@ def divergence(
 
     def batch(step: int) -> Batch:
         prompts = stream.endings(recipe.batch, length, np.random.default_rng([recipe.seed, step]))
-        out = generate(params, prompts, policy="full", max_new_tokens=answer)
-        answers = np.pad(np.maximum(out.tokens, 0), ((0, 0), (0, answer - out.tokens.shape[1])))
-        return np.concatenate([prompts, answers], axis=1), np.asarray(out.lengths, np.int32)
+        return answered(params, prompts, answer)
 
     def loss(gates: Weights, params: Decoder, batch: Batch) -> Float[Array, ""]:
         text, counts = map(jnp.asarray, batch)

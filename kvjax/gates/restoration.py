@@ -12,11 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import policies
 from kvjax.attend.causal import causal
 from kvjax.files.texts import Stream
-from kvjax.generate import generate, prefill
+from kvjax.generate import prefill
 from kvjax.models import Attend, AttentionLayer, Decoder
 from kvjax.policy.suits import check_suits
 
 from .adapters import adapted, adapter_sizes
+from .answers import answered
 from .attach import with_gates
 from .attending import behind, turned
 from .files import Gates
@@ -62,15 +63,13 @@ def restoration(
         base: the policy that compresses contexts, as text.
 
     Raises:
-        ValueError: the model has latent attention, or layers that read another layer's entries; the base is no base of
-            `restorekv`, merges entries or retains every entry of a context; or no context is left of a text.
+        ValueError: the model has latent attention; the base is no base of `restorekv`, merges entries or retains every
+            entry of a context; or no context is left of a text.
     """
     config, length = params.config, recipe.length
     context = length - question
     if context < 1:
         raise ValueError(f"question={question} with length={length}: expected fewer tokens than a text has")
-    if config.sources:
-        raise ValueError(f"{config.family} has layers that read another layer's entries: expected a model without them")
     sizes = {**adapter_sizes(config), "rank": rank, "tokens": tokens}
     policy = policies.restorekv(policies.parse(base), tokens)
     check_suits(policy, config, 1)
@@ -87,11 +86,8 @@ def restoration(
 
     def batch(step: int) -> Batch:
         texts = stream.endings(recipe.batch, length, np.random.default_rng([recipe.seed, step]))
-        out = generate(params, texts, policy="full", max_new_tokens=answer)
-        answers = np.pad(np.maximum(out.tokens, 0), ((0, 0), (0, answer - out.tokens.shape[1])))
         compressed = prefill(attached, texts[:, :context], policy=policy, tokenizer=tokenizer)
-        retained = compressed.retained_mask()[..., :context]
-        return np.concatenate([texts, answers], axis=1), np.asarray(out.lengths, np.int32), retained
+        return *answered(params, texts, answer), compressed.retained_mask()[..., :context]
 
     def loss(gates: Weights, params: Decoder, batch: Batch) -> Float[Array, ""]:
         text, counts, retained = map(jnp.asarray, batch)
