@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
@@ -14,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .errors import ApiError
 
 KEEP_ALIVE = 75  # seconds that a connection may idle; clients that close it sooner never find it closed
+LINGER = 5  # seconds in which a client may finish what it sends of a request that is refused
 
 
 class Http(H11Protocol):
@@ -24,7 +26,11 @@ class Http(H11Protocol):
         body = error.response.body
         head = f"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
-        self.transport.close()
+        # A close with bytes unread resets the connection, and the client may lose the answer (RFC 9112, section 9.6).
+        self.transport.write_eof()
+        self.transport.set_protocol(asyncio.Protocol())  # drops what comes, and closes when the client has
+        self.loop.call_later(LINGER, self.transport.close)
+        self.connections.discard(self)
 
 
 class Ending:
