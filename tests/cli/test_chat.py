@@ -21,6 +21,7 @@ from kvjax.cli import app
 from kvjax.models import Decoder
 from kvjax.reading.room import Compress
 from tests.cli.commands import PROMPT, kv
+from tests.patience import PATIENCE
 
 OPTIONS = ["--max-new-tokens", "20", "--sampler", "greedy"]
 
@@ -193,5 +194,5 @@ def test_ctrl_c_in_a_terminal(shallow: Decoder, talker: PreTrainedTokenizerFast,
     until("> ")
     os.write(ours, b"\x03")
     until("kvjax: interrupted\r\n")
-    assert process.wait(60) == 130
+    assert process.wait(PATIENCE) == 130
     assert termios.tcgetattr(theirs) == before

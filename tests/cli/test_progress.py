@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +12,19 @@ import pytest
 from kvjax.cli import progress
 from kvjax.cli.progress import Bar, Line
 from kvjax.runtime.progress import Doing, tell
+from tests.patience import PATIENCE
 
 
 @pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds by the clock of progress, which stands still."""
+    clock = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    return clock
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch, now: list[float]) -> list[str]:
     """What a line of progress has said, every hundredth of a second."""
     found: list[str] = []
     monkeypatch.setattr(progress, "EVERY", 0.01)
@@ -23,19 +34,22 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def said(lines: list[str], text: str) -> None:
     """Waits until a text has been said."""
-    for _ in range(1000):
-        if any(text in line for line in lines):
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError(f"{text!r} is not in {set(lines)}")
+    wait_for(lambda: any(text in line for line in lines), lambda: f"{text!r} is not in {set(lines)}")
 
 
-def test_a_long_operation_says_what_it_does(lines: list[str]) -> None:
+def wait_for(state: Callable[[], bool], missing: Callable[[], str]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not state():
+        assert time.monotonic() < until, missing()
+        time.sleep(0.001)
+
+
+def test_a_long_operation_says_what_it_does(lines: list[str], now: list[float]) -> None:
     with Line("loading [b]demo[/b]"):
         said(lines, "loading [b]demo[/b]: 0:00:00")
         tell("loading the weights", 1_500_000, 6_000_000, "bytes")
         said(lines, "loading the weights: 1.50 MB of 6.00 MB, 0:00:0")
-        threading.Event().wait(2)
+        now[0] += 3
         tell("loading the weights", 4_500_000, 6_000_000, "bytes")
         said(lines, "loading the weights: 4.50 MB of 6.00 MB, 0:00:01 left")
         tell("compiling 2 of 3 programs: a layer")
@@ -59,10 +73,8 @@ def test_a_bar_counts_its_own_units(lines: list[str]) -> None:
         said(lines, "policy [b]7[/b]: 1,000 of 2,000 answers")
 
 
-def test_the_time_left_follows_from_the_mean_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_follows_from_the_mean_speed(now: list[float]) -> None:
     """Answers come in bursts, a batch at a time: the last seconds of one say nothing about the next."""
-    now = [0.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     line = Line("answers")
     for now[0], done in ((50.0, 100), (350.0, 200), (351.0, 400)):
         line.tell(Doing("answers", done, 1000, "answers"))
@@ -71,8 +83,14 @@ def test_the_time_left_follows_from_the_mean_speed(monkeypatch: pytest.MonkeyPat
 
 def test_lines_go_to_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "EVERY", 0.001)
+    printed = {"out": "", "err": ""}
+
+    def complete() -> bool:
+        for name, text in capsys.readouterr()._asdict().items():
+            printed[name] += text
+        return "\n" in printed["err"]
+
     with Line("compiling"):
-        threading.Event().wait(0.1)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("kvjax: compiling: 0:00:00\n")
+        wait_for(complete, lambda: "nothing was printed")
+    assert printed["out"] == ""
+    assert printed["err"].startswith("kvjax: compiling: 0:00:00\n")

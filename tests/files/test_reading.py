@@ -18,6 +18,7 @@ from kvjax.files.reading import read_bytes, read_text
 from kvjax.files.texts import read_stream
 from kvjax.methods.common.head_numbers import read_numbers
 from tests.cli.commands import kv
+from tests.patience import PATIENCE
 
 ENDLESS = "/dev/zero"
 
@@ -49,7 +50,7 @@ def test_a_pipe_without_an_end_is_read_so_far(tmp_path: Path) -> None:
     writer.start()
     with pytest.raises(ValueError, match="too large"):
         read_bytes(path, 10_000)
-    writer.join(10)
+    writer.join(PATIENCE)
     assert not writer.is_alive()
 
 

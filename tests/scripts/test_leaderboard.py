@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.evaluation.grid import Grid
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 GRIDS = ROOT / "configs" / "leaderboard"
@@ -18,7 +19,7 @@ APART = {"peer", "small"}  # grids of other commands
 
 def script(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", "scripts/leaderboard.sh", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_steps_are_the_grids() -> None:

@@ -17,6 +17,7 @@ from kvjax.serve.dialects import Template
 from kvjax.serve.errors import ApiError
 from kvjax.serve.parsing import parse
 from kvjax.serve.schema import Completion
+from tests.patience import PATIENCE
 from tests.serve.serving import Serving, only
 
 MANY = 50_000
@@ -80,7 +81,7 @@ def test_a_request_is_not_held_while_it_is_answered(serving: Serving) -> None:
     gc.collect()
     assert request() is None
     for handle in found.handles:
-        handle.result(30)
+        handle.result(PATIENCE)
 
 
 def test_a_body_that_drips(serving: Serving) -> None:

@@ -205,14 +205,14 @@ def test_a_request_that_is_cancelled_while_it_is_submitted(serving: Serving, mon
 
     def held(*args: Any, **options: Any) -> list[Handle]:
         entered.set()
-        assert goes_on.wait(10)
+        assert goes_on.wait(PATIENCE)
         handles.extend(submit(*args, **options))
         return handles
 
     async def cancelled() -> None:
         request = Completion(**GOOD | {"max_tokens": 512, "ignore_eos": True})
         task = asyncio.create_task(ask(serving.engine, request, Greedy(), Template.of(serving.engine.tokenizer)))
-        await asyncio.to_thread(entered.wait, 10)
+        await asyncio.to_thread(entered.wait, PATIENCE)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
