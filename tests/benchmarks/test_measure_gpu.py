@@ -68,7 +68,7 @@ def test_a_stage_is_stopped_at_the_limit_with_all_that_it_started_and_keeps_what
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "long.jsonl").write_text("earlier\n")
-    assert run(monkeypatch, "long", "--out", tmp_path, "--limit", "2") == "did not succeed: long"
+    assert run(monkeypatch, "long", "--out", tmp_path, "--limit", "5") == "did not succeed: long"
     earlier, number = (tmp_path / "long.jsonl").read_text().splitlines()
     assert earlier == "earlier"
     assert not (tmp_path / "long.done").exists()
