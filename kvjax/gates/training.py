@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -58,6 +59,7 @@ def train(
         ValueError: the extra `train` is not installed, the folder holds something else than this run, or layers have kv
             heads of several kinds.
         OSError: the folder cannot be written.
+        FloatingPointError: a loss is NaN or infinite.
     """
     check_one_kind("gates", params)
     optax = _optax()
@@ -92,6 +94,11 @@ def train(
         began = time.monotonic() - (lines[-1]["seconds"] if lines else 0.0)
         for step in range(first + 1, recipe.steps + 1):
             weights, state, loss = update(weights, state, params, batch(step - 1))
+            if not math.isfinite(loss):
+                raise FloatingPointError(
+                    f"the loss of step {step} is {float(loss)} with learning_rate={recipe.learning_rate}: expected a "
+                    "finite loss, as a smaller learning rate gives in another folder"
+                )
             line = {
                 "step": step,
                 "loss": float(loss),

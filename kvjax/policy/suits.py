@@ -61,7 +61,7 @@ def check_attached(policy: Policy, params: Decoder) -> None:
             has = f"have those of {', '.join(held)}" if held else "have none"
             raise ValueError(
                 f"{reader} reads gates of {name!r}, and the parameters {has}: expected "
-                "params = kvjax.with_gates(params, FOLDER)"
+                "params = kvjax.with_gates(params, FOLDER), or the option --gates FOLDER of a command"
             )
         if name in dict(params.gates):
             there, run = params.gates[name].shape[0], _learned_tokens(policy, reader)
@@ -74,7 +74,7 @@ def check_attached(policy: Policy, params: Decoder) -> None:
         has = f"have {', '.join(statistics)}" if statistics else "have none"
         raise ValueError(
             f"{policy.score} reads the statistics {', '.join(missing)}, and the parameters {has}: expected "
-            "params = kvjax.with_statistics(params, FOLDER)"
+            "params = kvjax.with_statistics(params, FOLDER), or the option --gates FOLDER of a command"
         )
 
 
