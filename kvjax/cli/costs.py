@@ -68,11 +68,22 @@ def _options(given: Collection[str], budget: int) -> list[str]:
 
 def _refusal(text: str, config: DecoderConfig) -> str | None:
     """Returns why a policy has no such options, or does not suit the layers and heads of a model; None if it does."""
+    from kvjax.checks import check_one_kind
+    from kvjax.gates.adapters import adapter_sizes
+    from kvjax.gates.forms import FORMS
     from kvjax.policies import parse
-    from kvjax.policy.suits import check_suits
+    from kvjax.policy.suits import check_replays, check_suits
 
     try:
-        check_suits(parse(text), config, devices=1)
+        policy = parse(text)
+        needs, learned = policy.score.needs, policy.learned
+        check_suits(policy, config, devices=1)
+        check_replays(policy, config)
+        for what, read in (("statistics", needs.statistics), ("gates", needs.gates or learned)):
+            if read:
+                check_one_kind(what, config)
+        if learned is not None or (needs.gates and FORMS[needs.gates].learned is not None):
+            adapter_sizes(config)
     except ValueError as error:
         return str(error)
     return None

@@ -68,7 +68,7 @@ def with_gates(params: Decoder, gates: Gates | str | os.PathLike[str]) -> Decode
             layers have kv heads of several kinds; or a number is NaN or infinite in the dtype of the model.
     """
     check_params(params)
-    check_one_kind("gates", params)
+    check_one_kind("gates", params.config)
     given = gates if isinstance(gates, Gates) else read_gates(gates)
     if not given.form.attached:
         raise ValueError(

@@ -63,7 +63,7 @@ def train(
         OSError: the folder cannot be written.
         FloatingPointError: a loss is NaN or infinite.
     """
-    check_one_kind("gates", params)
+    check_one_kind("gates", params.config)
     optax = _optax()
     own = {**objective.sizes, **objective.settings}
     chosen = {name: value for name, value in dataclasses.asdict(recipe).items() if value is not None}
