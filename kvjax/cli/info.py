@@ -58,6 +58,7 @@ def info(
     from kvjax.checkpoint import mesh_sizes
     from kvjax.pallas_kernels import implementations
     from kvjax.plan import bytes_per_device
+    from kvjax.policy import named
     from kvjax.runtime.memory import device_memory
 
     config, card, parameters, stored, held = read_model(path, dtype)
@@ -71,7 +72,9 @@ def info(
             planned = partial(kvjax.plan_cache, config, batch=rows, length=size, new_tokens=max_new_tokens, dtype=held)
             of_full = planned(policy=kvjax.policies.full()).nbytes
             for text in policy or (presets if everything else recommended)(size, config):
-                cache = planned(policy=kvjax.policies.parse(text))
+                chosen = kvjax.policies.parse(text)
+                with named(text):
+                    cache = planned(policy=chosen)
                 fits = None
                 if memory is not None and data * model == 1:
                     weights = parameters * held.itemsize

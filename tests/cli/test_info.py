@@ -130,6 +130,13 @@ def test_a_preset_is_planned_or_left_out_with_a_reason() -> None:
     assert absent["duo_attention"] == "its option gates= is of one model"
 
 
+@pytest.mark.parametrize("command", ["info", "plan"])
+def test_an_error_names_the_policy_that_does_not_suit(model: str, command: str) -> None:
+    status, _, stderr = kv(command, model, "--policy", "full", "--policy", "duo_attention:sinks=1")
+    assert status == 2
+    assert stderr.startswith("kvjax: error: duo_attention:sinks=1: gates of 4 layers with 2 kv heads for a model of 2")
+
+
 def test_what_reads_gates_is_not_recommended_to_models_that_have_none() -> None:
     """Readers and heads of several kinds have no gates and statistics, and latents no adapters."""
     networks, tokens = {"kvzap", "fastkvzip", "expected_attention_stats", "qfilter"}, {"lookaheadkv", "restorekv"}
