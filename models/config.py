@@ -279,7 +279,8 @@ def base_config(
     Raises:
         UnsupportedModelError: a field has an invalid value or asks for a computation that is not implemented.
     """
-    if architecture not in (hf.get("architectures") or [architecture]):
+    named = hf.get("architectures") or [architecture]
+    if not isinstance(named, list | tuple) or architecture not in named:
         raise UnsupportedModelError(
             f"config field architectures={hf['architectures']!r} is not supported; accepted: [{architecture!r}]"
         )

@@ -29,13 +29,14 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UnsupportedModelError: `text_config` is not an object of the text decoder's `model_type`.
     """
-    if hf.get("model_type") not in TEXT:
+    named = hf.get("model_type")
+    if not isinstance(named, str) or named not in TEXT:
         return dict(hf)
-    model_type, architecture = TEXT[hf["model_type"]]
+    model_type, architecture = TEXT[named]
     text = hf.get("text_config")
     if not isinstance(text, Mapping) or text.get("model_type", model_type) != model_type:
         raise unsupported("text_config", text, f"an object with model_type {model_type!r}")
-    unread = {*UNREAD.split(), *OWN.get(hf["model_type"], "").split()}
+    unread = {*UNREAD.split(), *OWN.get(named, "").split()}
     beside = {field: value for field, value in hf.items() if field not in unread}
     tied = {field: beside[field] for field in ("tie_word_embeddings",) if field in beside}
     return beside | dict(text) | tied | {"model_type": model_type, "architectures": [architecture]}

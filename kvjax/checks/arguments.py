@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.models import Decoder
+from kvjax.models import Decoder, DecoderConfig
 
 from .shown import shown
 
@@ -96,9 +96,9 @@ def check_params(params: Any) -> None:
         )
 
 
-def check_one_kind(what: str, params: Decoder) -> None:
-    """Raises ValueError unless all layers of a decoder have entries, and kv heads of one number and size."""
-    kinds, readers = params.config.kinds_of_heads, len(params.config.sources)
+def check_one_kind(what: str, config: DecoderConfig) -> None:
+    """Raises ValueError unless all layers of a model have entries, and kv heads of one number and size."""
+    kinds, readers = config.kinds_of_heads, len(config.sources)
     if readers:
         raise ValueError(
             f"{what} for a model whose last layers, {readers}, read the entries of others: expected a model without "

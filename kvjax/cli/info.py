@@ -17,7 +17,7 @@ from rich.table import Table
 from kvjax.checks import bytes_text
 from kvjax.cli.choices import CHOICES
 from kvjax.cli.console import numbers_table, print_json
-from kvjax.cli.costs import footprint_of, presets, recommended
+from kvjax.cli.costs import footprint_of, left_out, presets, recommended
 from kvjax.cli.loading import read_model
 from kvjax.cli.options import AsJson, Mesh, Model, NewTokens
 from kvjax.cli.progress import Line
@@ -58,6 +58,7 @@ def info(
     from kvjax.checkpoint import mesh_sizes
     from kvjax.pallas_kernels import implementations
     from kvjax.plan import bytes_per_device
+    from kvjax.policy import named
     from kvjax.runtime.memory import device_memory
 
     config, card, parameters, stored, held = read_model(path, dtype)
@@ -71,7 +72,9 @@ def info(
             planned = partial(kvjax.plan_cache, config, batch=rows, length=size, new_tokens=max_new_tokens, dtype=held)
             of_full = planned(policy=kvjax.policies.full()).nbytes
             for text in policy or (presets if everything else recommended)(size, config):
-                cache = planned(policy=kvjax.policies.parse(text))
+                chosen = kvjax.policies.parse(text)
+                with named(text):
+                    cache = planned(policy=chosen)
                 fits = None
                 if memory is not None and data * model == 1:
                     weights = parameters * held.itemsize
@@ -123,6 +126,7 @@ def info(
         "mesh": {"data": data, "model": model},
         "memory": memory,
         "plans": plans,
+        "left_out": {str(size): left_out(size, config) for size in lengths} if everything and not policy else {},
         "choices": [choice._asdict() for choice in CHOICES],
         "kernels": {operation: chosen._asdict() for operation, chosen in implementations().items()},
     }
@@ -186,6 +190,8 @@ def _show(facts: dict[str, Any], config: DecoderConfig, everything: bool) -> Non
     for (batch, length), plans in groupby(facts["plans"], key=lambda plan: (plan["batch"], plan["length"])):
         title = f"Cache of {batch} x ({length:,} + {facts['new_tokens']:,}) tokens"
         console.print("", _costs(title, list(plans), batch, devices), sep="\n")
+        if absent := facts["left_out"].get(str(length)):
+            console.print(f"not shown (--json says why): {', '.join(absent)}", style="dim")
     if devices > 1:
         data, model = facts["mesh"]["data"], facts["mesh"]["model"]
         console.print("", f"on {devices} devices, data={data} x model={model}", sep="\n")

@@ -47,6 +47,7 @@ def inspect(
     from kvjax.evaluation.tasks import demo
     from kvjax.files.writing import check_file, write_file
     from kvjax.inspection import page, record
+    from kvjax.inspection.recording import ABSENT
     from kvjax.request.prompts import Prompt
 
     text: Prompt
@@ -77,6 +78,7 @@ def inspect(
         write_file(out, page(recording))
     if as_json:
         kept = (recording.left == recording.steps + 1).sum(axis=2)  # of each layer and head
+        there = recording.left[..., 0] != ABSENT
         print_json(
             {
                 "model": recording.model,
@@ -84,7 +86,7 @@ def inspect(
                 "page": str(out),
                 "prompt_tokens": recording.prompt,
                 "generated_tokens": len(recording.tokens) - recording.prompt,
-                "retained": kept.tolist(),
+                "retained": [own[has].tolist() for own, has in zip(kept, there, strict=True)],
             }
         )
         return

@@ -40,6 +40,7 @@ def plan(
     from kvjax import policies
     from kvjax.engine.memory import bytes_of, together
     from kvjax.plan import check_sizes
+    from kvjax.policy import named
 
     most = _own_memory() if memory is None else bytes_of(memory)
     check_sizes(max_prompt=max_prompt, max_new_tokens=max_new_tokens, chunk=chunk)
@@ -50,9 +51,10 @@ def plan(
     with Line("planning"):
         for text in policy or recommended(max_prompt, config):
             size = parameters * held.itemsize
-            footprint = footprint_of(
-                config, text, size, held, length=max_prompt, new_tokens=max_new_tokens, chunk=chunk
-            )
+            with named(text):
+                footprint = footprint_of(
+                    config, text, size, held, length=max_prompt, new_tokens=max_new_tokens, chunk=chunk
+                )
             footprints.append(footprint)
             found.append(
                 {

@@ -117,7 +117,10 @@ def _checked(path: Path, params: Decoder, policy: Policy | None) -> tuple[dict[s
         raise CheckpointError(path, problems)
     facts: dict[str, Any] = json.loads((path / "facts" / "metadata").read_bytes())
     if facts["model"] != fingerprint(params):
-        raise ValueError(f"the cache in {path} was made with another model (or other weights) than the one given")
+        raise ValueError(
+            f"the cache in {path} was made with another model than the one given, or with other weights, gates or "
+            "statistics: expected the same parameters"
+        )
     saved = parse(facts["policy"])
     if policy is not None and policy != saved:
         raise ValueError(f"the cache in {path} was made by {saved}, not by {policy}")

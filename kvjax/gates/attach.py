@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from kvjax.checks import check_one_kind, check_params
+from kvjax.checks import check_one_kind, check_params, cut
 from kvjax.mesh.sharding import mesh_of, parameter_sharding, place
 from kvjax.models import Decoder, DecoderConfig
 
@@ -64,11 +64,11 @@ def with_gates(params: Decoder, gates: Gates | str | os.PathLike[str]) -> Decode
     Raises:
         CheckpointError: the gates cannot be read.
         ValueError: the gates are of another model: of other numbers of layers or kv heads, or other widths; the
-            method's gates belong to its policy; they adapt layers, and the model has latent attention; or the model's
-            layers have kv heads of several kinds.
+            method's gates belong to its policy; they adapt layers, and the model has latent attention; the model's
+            layers have kv heads of several kinds; or a number is NaN or infinite in the dtype of the model.
     """
     check_params(params)
-    check_one_kind("gates", params)
+    check_one_kind("gates", params.config)
     given = gates if isinstance(gates, Gates) else read_gates(gates)
     if not given.form.attached:
         raise ValueError(
@@ -79,19 +79,31 @@ def with_gates(params: Decoder, gates: Gates | str | os.PathLike[str]) -> Decode
         raise ValueError(f"gates for {_listed(theirs)}: expected gates for {_listed(ours)}, as the model has")
     graph, state = nnx.split(params)
     made = nnx.merge(graph, state)
-    dtype, mesh = params.embed.dtype, mesh_of(params)
+    mesh = mesh_of(params)
 
     def parameter(tensor: np.ndarray) -> Array:
-        cast = np.asarray(tensor).astype(dtype)
-        return jnp.asarray(cast) if mesh is None else place(cast, parameter_sharding(mesh, _parameter(cast)))
+        return jnp.asarray(tensor) if mesh is None else place(tensor, parameter_sharding(mesh, _parameter(tensor)))
 
-    for layer, tensors in zip(made.layers, given.layers, strict=True):
+    for layer, tensors in zip(made.layers, _cast(given, params.embed.dtype), strict=True):
         arrays = {name: parameter(tensor) for name, tensor in tensors.items()}
         if given.form.learned is not None and "tokens" in arrays:  # layers keep one structure, and so share programs
             made.gates = nnx.Dict({**dict(made.gates), given.method: _parameter(arrays.pop("tokens"))})
         network = Network(given.method, arrays)
         layer.attention.gates = nnx.Dict({**dict(layer.attention.gates), given.method: network})
     return made
+
+
+def _cast(given: Gates, dtype: Any) -> list[dict[str, np.ndarray]]:
+    """The tensors of each layer in a dtype. Raises ValueError for numbers that are not finite there."""
+    with np.errstate(over="ignore"):
+        layers = [{name: np.asarray(tensor).astype(dtype) for name, tensor in own.items()} for own in given.layers]
+    named = {f"layers.{i}.{name}": tensor for i, own in enumerate(layers) for name, tensor in own.items()}
+    if broken := [name for name, tensor in named.items() if not np.isfinite(tensor).all()]:
+        raise ValueError(
+            f"gates of {given.method} with NaN or infinity as {jnp.dtype(dtype).name} in tensor(s) "
+            f"{cut(', '.join(broken))}: expected finite numbers"
+        )
+    return layers
 
 
 def _facts(given: Gates, config: DecoderConfig) -> tuple[dict[str, int | None], dict[str, int | None]]:

@@ -72,7 +72,7 @@ def read_gates(path_or_hub_id: str | os.PathLike[str]) -> Gates:
         raise CheckpointError(folder, [reason])
     config = read_json(folder / FILES[0])
     found = config.get("model_type")
-    if found not in FORMS:
+    if not isinstance(found, str) or found not in FORMS:
         raise CheckpointError(
             folder, [f"config.json has model_type={shown(found)}: expected gates of {', '.join(FORMS)}"]
         )
@@ -91,6 +91,9 @@ def read_gates(path_or_hub_id: str | os.PathLike[str]) -> Gates:
         if problems:
             raise CheckpointError(folder, problems)
         given = {name: (tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in stored.items()}
+        if config["n_modules"] > len(stored):  # a layer has at least one
+            reason = f"config.json has n_modules={shown(config['n_modules'])}, and there are {len(stored)} tensors"
+            raise CheckpointError(folder, [f"{reason}: expected the number of layers"])
         shapes = [form.shapes_of(i, sizes) for i in range(config["n_modules"])]
         _check(folder, shapes, given)
         layers = tuple(

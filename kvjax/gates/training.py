@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Float
 
+from kvjax.checkpoint.errors import CheckpointError, one_line
 from kvjax.checks import check_one_kind, installs
 from kvjax.files.writing import write_file
 from kvjax.models import Decoder
@@ -57,9 +59,11 @@ def train(
     Raises:
         ValueError: the extra `train` is not installed, the folder holds something else than this run, or layers have kv
             heads of several kinds.
+        CheckpointError: the interrupted run in the folder is damaged.
         OSError: the folder cannot be written.
+        FloatingPointError: a loss is NaN or infinite.
     """
-    check_one_kind("gates", params)
+    check_one_kind("gates", params.config)
     optax = _optax()
     own = {**objective.sizes, **objective.settings}
     chosen = {name: value for name, value in dataclasses.asdict(recipe).items() if value is not None}
@@ -85,13 +89,21 @@ def train(
     with ocp.CheckpointManager((folder / STATE).absolute(), options=options) as manager:
         first = manager.latest_step() or 0
         if first:
-            restored = manager.restore(first, args=ocp.args.StandardRestore((weights, state)))
+            try:
+                restored = manager.restore(first, args=ocp.args.StandardRestore((weights, state)))
+            except (ValueError, OSError, LookupError) as error:
+                raise _damaged(folder / STATE, one_line(error)) from error
             weights, state = jax.tree.map(np.asarray, restored)  # of no device, as the model may be on a mesh
         lines = [line for line in _curve(folder) if line["step"] <= first]
         write_file(folder / CURVE, "".join(f"{json.dumps(line)}\n" for line in lines))
         began = time.monotonic() - (lines[-1]["seconds"] if lines else 0.0)
         for step in range(first + 1, recipe.steps + 1):
             weights, state, loss = update(weights, state, params, batch(step - 1))
+            if not math.isfinite(loss):
+                raise FloatingPointError(
+                    f"the loss of step {step} is {float(loss)} with learning_rate={recipe.learning_rate}: expected a "
+                    "finite loss, as a smaller learning rate gives in another folder"
+                )
             line = {
                 "step": step,
                 "loss": float(loss),
@@ -127,7 +139,7 @@ def _begun(out: Path, settings: Mapping[str, Any]) -> Path:
     folder = out / TRAINING
     mine = json.loads(json.dumps(settings))
     if (folder / SETTINGS).exists():
-        theirs = json.loads((folder / SETTINGS).read_text())
+        theirs = _read_settings(folder / SETTINGS)
         if differing := sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)):
             name = differing[0]
             raise ValueError(
@@ -135,19 +147,40 @@ def _begun(out: Path, settings: Mapping[str, Any]) -> Path:
                 "another folder"
             )
         return folder
+    if (folder / STATE).exists():
+        raise _damaged(folder, f"it has a state and no {SETTINGS}")
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / SETTINGS, json.dumps(mine, indent=2) + "\n")
     return folder
 
 
+def _read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a run. Raises CheckpointError for a damaged file."""
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise _damaged(path, one_line(error)) from error
+    if not isinstance(found, dict):
+        raise _damaged(path, "it is no JSON object")
+    return found
+
+
+def _damaged(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(path, [f"{problem}; expected what an interrupted run wrote, or another folder"])
+
+
 def _curve(folder: Path) -> Iterator[dict[str, float]]:
-    """The lines of the curve; a kill may have cut the last one short."""
+    """The lines of the curve up to a damaged one; a kill may have cut the last one short."""
     path = folder / CURVE
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
-            yield json.loads(line)
-        except ValueError:
+            found = json.loads(line)
+            whole = all(math.isfinite(found[name]) for name in ("step", "seconds"))
+        except (ValueError, TypeError, LookupError):
             return
+        if not whole:
+            return
+        yield found
 
 
 def _optax() -> Any:

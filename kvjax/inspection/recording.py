@@ -25,6 +25,8 @@ from kvjax.runtime.progress import tell
 
 from .merging import NOWHERE, into_at_prompt, into_at_step, merges
 
+ABSENT = -1
+"""Stands for the steps of a head that a layer does not have."""
 Heads: TypeAlias = list[list[Int[np.ndarray, "_"]]]  # one array per layer and kv head
 
 
@@ -33,8 +35,8 @@ class Recording:
     """The entries of one sequence that each head retains under a policy, step by step.
 
     Step 0 is the end of the prompt. In step s the s-th token of the answer enters the cache. The last token of an
-    answer has no entry yet, so an answer of n tokens has n - 1 steps. L counts layers, H kv heads, and E the positions
-    that enter the cache.
+    answer has no entry yet, so an answer of n tokens has n - 1 steps. L counts layers, H the kv heads of the layer with
+    most, and E the positions that enter the cache.
 
     Attributes:
         tokens: int32 ids of prompt and answer.
@@ -42,7 +44,7 @@ class Recording:
         prompt: the number of prompt tokens.
         policy: the policy as the caller named it.
         left: int32, the step in which an entry was evicted: 0 if the compression of the prompt evicted it, steps + 1 if
-            it is retained at the end. An evicted entry never comes back.
+            it is retained at the end. An evicted entry never comes back. ABSENT (-1) for a head that a layer lacks.
         into: int32. For an evicted entry it is the position of the entry that it was merged into, NOWHERE if it was
             dropped, and SEVERAL if it was merged into several entries. None under a policy that does not merge.
         model: the model as the caller named it; empty if it has no name.
@@ -172,18 +174,21 @@ def _into(whereabouts: list[tuple[Heads, Heads]], left: Int[np.ndarray, "L H E"]
     """Returns where each evicted entry went: its last recorded target, or NOWHERE if that target was itself."""
     into = np.full_like(left, NOWHERE)
     for positions, targets in whereabouts:
-        for layer, head in np.ndindex(left.shape[:2]):
-            held = positions[layer][head] >= 0
-            into[layer, head, positions[layer][head][held]] = targets[layer][head][held]
+        for layer, heads in enumerate(positions):
+            for head, own in enumerate(heads):
+                into[layer, head, own[own >= 0]] = targets[layer][head][own >= 0]
     return np.where((left < steps) & (into != np.arange(left.shape[-1])), into, NOWHERE)
 
 
 def _left(seen: list[Heads], count: int, prompt: int) -> Int[np.ndarray, "L H E"]:
     """Returns the step in which each of `count` positions was evicted, from the positions retained after each step."""
-    left = np.zeros((len(seen[0]), len(seen[0][0]), count), np.int32)
+    numbers = [len(heads) for heads in seen[0]]
+    left = np.full((len(numbers), max(numbers), count), ABSENT, np.int32)
+    for entries, number in zip(left, numbers, strict=True):
+        entries[:number] = 0
     for now, layers in enumerate(seen):
         for entries, heads in zip(left, layers, strict=True):
-            for until, positions in zip(entries, heads, strict=True):
+            for until, positions in zip(entries, heads, strict=False):  # a layer may have fewer heads than another
                 new = np.maximum(positions - prompt + 1, 0) == now
                 assert np.array_equal(until[positions], np.where(new, 0, now)), "an entry came back"
                 until[positions] = now + 1

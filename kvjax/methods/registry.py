@@ -44,6 +44,8 @@ def preset(build: Preset) -> Preset:
 def _words(options: Collection[str]) -> list[tuple[str, str]]:
     """Returns replacements in messages for fields of a policy that a preset lacks or has under another name."""
     words = [(" recent=", " window=")] if "window" in options and "recent" not in options else []
+    if "tokens" in options:
+        words.append((" learned=", " tokens="))
     return words if "every" in options else [*words, (" + every=", " + ")]
 
 

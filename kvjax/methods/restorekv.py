@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvjax.policy import LearnedTokens, Policy, check_kind
+from kvjax.policy import LearnedTokens, Policy, check_integer, check_kind
 
 from .common.shares import UniformShares
 from .kvzip import kvzip
@@ -58,9 +58,12 @@ def restorekv(base: Policy = KVZIP, tokens: int = 8) -> Policy:
 
     Raises:
         ValueError: for a value that is not accepted, and for a base that evicts while decoding, rotates keys by their
-            place, or does not limit every layer. Parameters without these gates, or with fewer learned tokens, are
-            refused when a prompt is read.
+            place, does not limit every layer, or has learned tokens itself. Parameters without these gates, or with
+            fewer learned tokens, are refused when a prompt is read.
     """
     check_kind("base", base, Policy)
+    check_integer("tokens", tokens, least=1)
+    if base.learned is not None:
+        raise ValueError("its base has learned tokens of its own, which would be lost; choose a base without them")
     budget = base.budget if base.allocates else UniformShares(base.budget)
     return replace(base, budget=budget, learned=LearnedTokens(GATES, tokens))

@@ -15,9 +15,9 @@ from fractions import Fraction as Ratio
 
 from jaxtyping import Array, Int
 
-from kvjax.policy import Budget, Policy, check_integer, check_kind, check_number
+from kvjax.policy import Budget, Policy, check_integer, check_kind
 
-from .common.budgets import ratio_of, share_of
+from .common.budgets import check_share_of, ratio_of, share_of
 from .common.refusals import check_plain_budget
 from .h2o import h2o
 from .registry import preset
@@ -35,7 +35,7 @@ class SeenShare(Budget):
     share: float
 
     def __post_init__(self) -> None:
-        check_number("share", self.share, "a share of all tokens above 0 and at most 1", lambda x: 0 < x <= 1)
+        check_share_of("share", self.share, "all tokens")
 
     @property
     def pace(self) -> Ratio:

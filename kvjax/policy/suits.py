@@ -42,17 +42,19 @@ def check_groups(budget: Budget, kv_heads: int, devices: int) -> None:
         )
 
 
-def check_attached(policy: Policy, params: Decoder) -> None:
-    """Raises ValueError if the score reads networks or statistics that the parameters do not have.
-
-    Also if its passes measure hidden states behind all layers, where some layers read the entries of others.
-    """
-    needs, attention = policy.score.needs, params.layers[0].attention
-    if params.config.sources and needs.whole_prompt and any(part.run is not None for part in _passes(policy)):
+def check_replays(policy: Policy, config: DecoderConfig) -> None:
+    """Raises ValueError for passes that measure what is behind all layers, where some read the entries of others."""
+    if config.sources and policy.score.needs.whole_prompt and any(part.run is not None for part in _passes(policy)):
         raise ValueError(
             f"{policy.score} measures hidden states behind the last layer: expected another score, as layers that read "
             "the entries of others are not replayed"
         )
+
+
+def check_attached(policy: Policy, params: Decoder) -> None:
+    """Raises ValueError as `check_replays` does, and for networks and statistics that the parameters do not have."""
+    check_replays(policy, params.config)
+    needs, attention = policy.score.needs, params.layers[0].attention
     # `in` raises AttributeError for a name that an `nnx.Dict` of flax 0.12.4 lacks.
     held, statistics = dict(attention.gates), dict(attention.statistics)
     readers = [(policy.score, needs.gates), *((own, own.gates) for own in (policy.learned,) if own is not None)]
@@ -61,7 +63,7 @@ def check_attached(policy: Policy, params: Decoder) -> None:
             has = f"have those of {', '.join(held)}" if held else "have none"
             raise ValueError(
                 f"{reader} reads gates of {name!r}, and the parameters {has}: expected "
-                "params = kvjax.with_gates(params, FOLDER)"
+                "params = kvjax.with_gates(params, FOLDER), or the option --gates FOLDER of a command"
             )
         if name in dict(params.gates):
             there, run = params.gates[name].shape[0], _learned_tokens(policy, reader)
@@ -74,7 +76,7 @@ def check_attached(policy: Policy, params: Decoder) -> None:
         has = f"have {', '.join(statistics)}" if statistics else "have none"
         raise ValueError(
             f"{policy.score} reads the statistics {', '.join(missing)}, and the parameters {has}: expected "
-            "params = kvjax.with_statistics(params, FOLDER)"
+            "params = kvjax.with_statistics(params, FOLDER), or the option --gates FOLDER of a command"
         )
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvjax.decoding.spelling import Spelled, Spelling, alone
+from kvjax.decoding.spelling import Spelled, Spelling, alone, between
 from kvjax.engine import Answer, Finish, Handle, Token
 from kvjax.engine.handle import Top
 
@@ -94,11 +94,15 @@ class Pieces:
         facts = zip(answer.tokens.tolist(), log_probs, answer.top, strict=True)
         piece = self.add([Token(i, None, p, top) for i, p, top in facts], answer.text or "", answer.finish)
         assert piece is not None
-        return self._after_first(piece) if self._echoed.size else piece
+        return self._after_first(piece, int(answer.tokens[0])) if self._echoed.size else piece
 
-    def _after_first(self, piece: Piece) -> Piece:
+    def _after_first(self, piece: Piece, second: int) -> Piece:
         """The piece after the first token of a prompt, of which it has the others. That token has no probability."""
-        text = alone(self._tokenizer, int(self._echoed[0]))
-        first = Spelled(text, text.encode(), None)
-        said = piece.said._replace(content=text + piece.said.content)
-        return piece._replace(said=said, spelled=[first, *piece.spelled], top=[(), *piece.top])
+        token = int(self._echoed[0])
+        text, space = alone(self._tokenizer, token), between(self._tokenizer, token, second)
+        said = piece.said._replace(content=text + space + piece.said.content)
+        spelled = [Spelled(text, text.encode(), None), *piece.spelled]
+        if space:
+            following = spelled[1]
+            spelled[1] = following._replace(text=space + following.text, data=space.encode() + following.data)
+        return piece._replace(said=said, spelled=spelled, top=[(), *piece.top])

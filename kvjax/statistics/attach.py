@@ -37,7 +37,7 @@ def with_statistics(
         ValueError: a name is unknown, a shape is not that of the model, or its layers have kv heads of several kinds.
     """
     check_params(params)
-    check_one_kind("statistics", params)
+    check_one_kind("statistics", params.config)
     given = statistics if isinstance(statistics, Mapping) else read_statistics(statistics)
     if unknown := sorted(given.keys() - STATISTICS.keys()):
         raise ValueError(f"statistics {', '.join(map(str, unknown))}: expected some of {', '.join(STATISTICS)}")

@@ -56,7 +56,7 @@ def measured(params: Decoder, batches: Iterable[Int[np.ndarray, "B N"]], sinks: 
     Raises:
         ValueError: there are fewer than two queries, or layers have kv heads of several kinds.
     """
-    check_one_kind("statistics", params)
+    check_one_kind("statistics", params.config)
     number, total = 0, None
     for tokens in batches:
         count = tokens.shape[0] * (tokens.shape[1] - sinks)

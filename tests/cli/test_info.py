@@ -13,9 +13,13 @@ from flax import nnx
 
 import kvjax
 from kvjax.cli.choices import CHOICES
+from kvjax.cli.costs import left_out, presets, recommended
 from kvjax.models import Decoder, config_from_hf
+from kvjax.policies import PRESETS
 from tests.cli.commands import PROMPT, kv
-from tests.tiny import hybrid
+from tests.models.test_kinds_of_heads import two_kinds
+from tests.models.test_readers import reading
+from tests.tiny import decoder, hybrid, latents
 
 
 def test_info_agrees_with_the_model_and_the_plan(model: str) -> None:
@@ -112,6 +116,37 @@ def test_recommendations_are_those_of_the_page(model: str) -> None:
     assert all(choice.policy in stdout for choice in CHOICES)
     document = json.loads(kv("info", model, "--policy", "full", "--json")[1])
     assert document["choices"] == [choice._asdict() for choice in CHOICES]
+
+
+def test_a_preset_is_planned_or_left_out_with_a_reason() -> None:
+    """Short prompts have budgets that some presets do not accept."""
+    for length, missing in ((8192, {"d2o"}), (64, {"d2o", "dms", "epikv"})):
+        config = decoder(windows=(None, None)).config
+        texts, absent = presets(length, config), left_out(length, config)
+        assert sorted([*(text.partition(":")[0] for text in texts), *absent]) == sorted(PRESETS)
+        assert f"rising:base=h2o,base.budget={max(length // 4, 64)}" in texts
+        assert missing | {"duo_attention", "headkv", "lukv", "per_layer"} <= absent.keys()
+    assert absent["epikv"] == "epikv: a budget of 64 entries: expected 129 or more, which is recent=128 + every=1"
+    assert absent["duo_attention"] == "its option gates= is of one model"
+
+
+@pytest.mark.parametrize("command", ["info", "plan"])
+def test_an_error_names_the_policy_that_does_not_suit(model: str, command: str) -> None:
+    status, _, stderr = kv(command, model, "--policy", "full", "--policy", "duo_attention:sinks=1")
+    assert status == 2
+    assert stderr.startswith("kvjax: error: duo_attention:sinks=1: gates of 4 layers with 2 kv heads for a model of 2")
+
+
+def test_what_reads_gates_is_not_recommended_to_models_that_have_none() -> None:
+    """Readers and heads of several kinds have no gates and statistics, and latents no adapters."""
+    networks, tokens = {"kvzap", "fastkvzip", "expected_attention_stats", "qfilter"}, {"lookaheadkv", "restorekv"}
+    for config in (reading().config, two_kinds().config):
+        assert networks | tokens <= left_out(8192, config).keys()
+        assert not any(text.startswith("fastkvzip") for text in recommended(8192, config))
+    assert "kvgrad" in left_out(8192, reading().config)
+    absent = left_out(8192, latents().config)
+    assert tokens <= absent.keys()
+    assert not networks & absent.keys()
 
 
 @pytest.mark.slow

@@ -67,7 +67,8 @@ def test_gates_are_trained_and_read(model: str, texts: Path, tmp_path: Path) -> 
     assert kv(*asked, "--gates", out)[0] == 0
     status, _, stderr = kv(*asked)
     assert status == 2
-    assert "the parameters have none" in stderr
+    assert "the parameters have none: expected params = kvjax.with_gates" in stderr
+    assert "or the option --gates FOLDER of a command" in stderr
     status, _, stderr = kv("train-gates", model, "--method", "kvzap", "--data", texts, "--out", out, *SMALL)
     assert status == 2
     assert "holds gates, or a model: expected" in stderr

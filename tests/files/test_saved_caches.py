@@ -13,7 +13,7 @@ import kvjax
 from kvjax.models import Decoder
 from tests.test_generate import ROWS as GENERATE_ROWS  # its programs serve here
 from tests.test_generate import generate
-from tests.tiny import decoder, step
+from tests.tiny import decoder, random_statistics, step
 
 RNG = np.random.default_rng(4)
 ROWS = [RNG.integers(0, 99, n).tolist() for n in (44, 5, 33)]
@@ -104,6 +104,9 @@ def test_another_model(shallow: Decoder, saved: Path) -> None:
     for params in (one_number, swapped, other_config, Decoder(shallow.config, nnx.Rngs(1))):
         with pytest.raises(ValueError, match="another model"):
             kvjax.restore_cache(saved, params)
+    attached = kvjax.with_statistics(shallow, random_statistics(shallow.config))
+    with pytest.raises(ValueError, match="with other weights, gates or statistics: expected the same parameters"):
+        kvjax.restore_cache(saved, attached)
     kvjax.restore_cache(saved, jax.tree.map(lambda x: x.copy(), shallow))
 
 

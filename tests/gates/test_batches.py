@@ -21,6 +21,9 @@ def test_batches_survive_a_kill_in_their_dtypes(tmp_path: Path) -> None:
     before, after = (InTurn(draw, 3, tmp_path / "batches") for _ in range(2))
     found = [before(0), before(1), *map(after, range(1, 7))]
     assert drawn == [0, 1, 2]
+    (tmp_path / "batches" / "1.safetensors").write_bytes(b"damaged")
+    np.testing.assert_array_equal(after(1)[0], draw(1)[0])
+    assert drawn == [0, 1, 2, 1, 1]
     for index, arrays in zip([0, 1, 1, 2, 0, 1, 2, 0], found, strict=True):
         for mine, theirs in zip(arrays, draw(index), strict=True):
             assert mine.dtype == theirs.dtype

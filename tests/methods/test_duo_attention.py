@@ -130,6 +130,23 @@ def test_files_of_gates(tmp_path):
         assert parse(text) == duo_attention(GATES, sinks=2, recent=6)
 
 
+def test_damaged_files_of_gates(tmp_path):
+    np.savez(tmp_path / "whole.npz", gates=np.array(GATES))
+    whole = (tmp_path / "whole.npz").read_bytes()
+    files = {
+        "list.json": b"[[1, 0], [0, 1]]",
+        "nested.json": b"[" * 100_000,
+        "huge.json": b'{"gates": [[1' + b"0" * 400 + b"]]}",
+        "cut.npz": whole[: len(whole) // 2],
+        "empty.npz": b"",
+        "changed.npz": whole[:60] + b"x" * 20 + whole[80:],
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"^duo_attention: gates=.*{name}' cannot be read \(.*expected a .json"):
+            duo_attention(str(tmp_path / name))
+
+
 def test_folders_of_gates(tmp_path):
     layers = tuple({"gates": np.array(row, np.float32)} for row in GATES)
     write_gates(Gates("duo_attention", {"output_dim": 4}, layers), tmp_path / "gates", facts={})
@@ -137,8 +154,13 @@ def test_folders_of_gates(tmp_path):
         GATES, sinks=2, recent=6
     )
     write_gates(tiny.random_gates(2, 4, 1)[0], tmp_path / "networks", facts={})
+    write_gates(tiny.learned_tokens(PARAMS.config), tmp_path / "tokens", facts={})
     (tmp_path / "empty").mkdir()
-    for name, says in (("networks", "its gates of kvzap are networks"), ("empty", "it has no config.json: expected")):
+    for name, says in (
+        ("networks", "its gates of kvzap are networks"),
+        ("tokens", "its gates of lookaheadkv are learned tokens"),
+        ("empty", "it has no config.json: expected"),
+    ):
         with pytest.raises(ValueError, match=rf"gates=.*{name}' cannot be read \({says}.*or a folder of gates"):
             duo_attention(str(tmp_path / name))
 
@@ -152,7 +174,8 @@ def test_gates_of_another_model_are_refused():
     ("options", "says"),
     [
         ({"gates": "nowhere.json"}, "gates='nowhere.json' cannot be read .*expected a .json"),
-        ({"gates": "gates.txt"}, "gates='gates.txt' cannot be read"),
+        ({"gates": "nowhere"}, r"gates='nowhere' cannot be read \(there is no such file or folder\)"),
+        ({"gates": __file__}, r"gates='.*' cannot be read \(unknown ending\)"),
         ({"gates": ((1.0, 0.5), (1.0,))}, "expected the name of a file, or a tuple per layer of equally many numbers"),
         ({"gates": ((1.0, float("nan")),)}, "expected the name of a file, or a tuple"),
         ({"gates": GATES, "sparsity": 2}, "sparsity=2: expected a number from 0 to 1"),

@@ -231,7 +231,9 @@ def bad_folders():
     return {
         "it has no config.json: expected a folder of gates": (None, tensors),
         "model_type='llama': expected gates of kvzap": (config | {"model_type": "llama"}, tensors),
+        r"model_type=\['kvzap'\]: expected gates of kvzap": (config | {"model_type": ["kvzap"]}, tensors),
         "n_modules=0: expected an integer >= 1": (config | {"n_modules": 0}, tensors),
+        "n_modules=1000000000000, and there are 2 tensors": (config | {"n_modules": 10**12}, tensors),
         "input_dim=None: expected an integer >= 1": (config | {"input_dim": None}, tensors),
         "neither model.safetensors": (config, None),
         r"missing tensor\(s\): layers.0.bias": (config, {"layers.0.weight": tensors["layers.0.weight"]}),
@@ -254,6 +256,17 @@ def test_bad_folders(tmp_path, says):
         save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=says):
         with_gates(tiny.decoder(8, 2, (None, None)), tmp_path)
+
+
+@pytest.mark.parametrize(("number", "dtype"), [(np.nan, jnp.float32), (np.inf, jnp.bfloat16), (1e5, jnp.float16)])
+def test_gates_that_are_not_finite_are_refused(number, dtype):
+    """In the dtype of the model, in which a number may be infinite that is none in the file."""
+    _, gates = model(8, 2)
+    broken = {**gates.layers[1], "2.bias": np.array([0.0, number], np.float32)}
+    params = jax.tree.map(lambda x: x.astype(dtype), tiny.decoder(8, 2, (None, None)))
+    says = rf"gates of kvzap with NaN or infinity as {jnp.dtype(dtype).name} in tensor\(s\) layers.1.2.bias: expected"
+    with pytest.raises(ValueError, match=says):
+        with_gates(params, Gates("kvzap", gates.sizes, (gates.layers[0], broken)))
 
 
 def test_gates_of_a_policy_are_no_networks():

@@ -12,6 +12,7 @@ from flax import nnx
 
 import kvjax
 from kvjax.gates.files import Gates
+from kvjax.inspection import record
 from kvjax.models import Decoder, KvHeads, Rope
 from tests.models.everything import LENGTHS, NEW, ROWS, assert_full_within_budget, everything
 from tests.tiny import decoder, random_gates
@@ -99,6 +100,16 @@ def test_retained_entries():
     with pytest.raises(ValueError, match="head"):
         cache.retained(2, 2)
     assert "3 x 4 or 2 heads" in repr(cache)
+
+
+@pytest.mark.long
+def test_a_recording_has_the_heads_of_each_layer():
+    text, prompt = "h2o:budget=20", PROMPTS[0].tolist()
+    recording = record(two_kinds(), prompt, policy=text, max_new_tokens=3)
+    cache = kvjax.generate(two_kinds(), prompt, policy=text, max_new_tokens=3).cache
+    np.testing.assert_array_equal(recording.held(2), cache.retained_mask()[0])
+    assert (recording.left[2, 2:] == -1).all()
+    assert (recording.left[2, :2] >= 0).all()
 
 
 @pytest.mark.long

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fractions
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxtyping import Array, Int
 
@@ -55,7 +55,7 @@ class Fraction(Budget):
     share: float
 
     def __post_init__(self) -> None:
-        check_number("budget", self.share, "a share of the prompt above 0 and at most 1", lambda x: 0 < x <= 1)
+        check_share_of("budget", self.share, "the prompt")
 
     @property
     def plain(self) -> bool:
@@ -65,12 +65,19 @@ class Fraction(Budget):
         return share_of(self.share, prompt_lengths)
 
 
+FINEST = 10_000  # the largest denominator of a share
 Total = TypeVar("Total", int, Array)
 
 
 def ratio_of(share: float) -> fractions.Fraction:
     """Returns the share as people write it, so that 0.1 is exactly one tenth."""
-    return fractions.Fraction(share).limit_denominator(10_000)
+    return fractions.Fraction(share).limit_denominator(FINEST)
+
+
+def check_share_of(name: str, value: Any, whole: str) -> None:
+    """Raises ValueError unless a value is a share of a whole that `ratio_of` can state."""
+    check_number(name, value, f"a share of {whole} above 0 and at most 1", lambda x: 0 < x <= 1)
+    check_number(name, value, f"a share of {whole} of 1/{FINEST} or more", lambda x: x >= 1 / FINEST)
 
 
 def share_of(share: float, total: Total) -> Total:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,6 +17,10 @@ from kvjax.files.reading import read_text
 
 HeadNumbers: TypeAlias = tuple[tuple[float, ...], ...]  # by layer and head
 
+DAMAGE = (
+    *(zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError),  # of the archive, and of JSON's depth
+    *(LookupError, TypeError, ValueError, ArithmeticError),  # of what it holds
+)
 DEMO = Path(__file__).parents[2] / "demo_model" / "gates" / "duo_attention"
 
 
@@ -32,10 +38,14 @@ def read_numbers(name: str, path: str | Path) -> HeadNumbers:
     """
     path = Path(path)
     try:
+        if not path.exists():
+            raise ValueError("there is no such file or folder")
         if path.is_dir():
             rows = _of_folder(path)
         elif path.suffix == ".json":
             found = json.loads(read_text(path))
+            if not isinstance(found, dict):
+                raise ValueError("it is no JSON object")
             rows = found[name] if name in found else _by_name(found)
         elif path.suffix == ".npz":
             with np.load(path) as arrays:
@@ -45,7 +55,7 @@ def read_numbers(name: str, path: str | Path) -> HeadNumbers:
         else:
             raise ValueError("unknown ending")
         return tuple(tuple(float(number) for number in row) for row in rows)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except DAMAGE as error:
         raise ValueError(
             f"{name}={shown(str(path))} cannot be read ({error}): expected a .json or .npz file with {name!r}, a "
             ".tsv file, with a row per layer, or a folder of gates"
@@ -60,8 +70,9 @@ def _of_folder(path: Path) -> list[list[float]]:
         gates = read_gates(path)
     except CheckpointError as error:
         raise ValueError("; ".join(error.problems)) from error
-    if gates.form.score is not None:
-        raise ValueError(f"its gates of {gates.method} are networks")
+    if gates.form.attached:
+        kind = "networks" if gates.form.score is not None else "learned tokens"
+        raise ValueError(f"its gates of {gates.method} are {kind}")
     return [layer["gates"].tolist() for layer in gates.layers]
 
 
