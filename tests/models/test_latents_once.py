@@ -64,7 +64,7 @@ FORMS = (
     "snapkv:budget=12,window=4",
     "h2o:budget=12",
     "adakv:base=h2o,base.budget=12",
-    "quantize:policy=morphkv,policy.budget=12,bits=4",
+    "quantize:policy=morphkv,policy.budget=12,policy.window=4,bits=4",
     "attention_matching:base=snapkv,base.budget=12,base.window=4",
 )
 
