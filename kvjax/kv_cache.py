@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import policies
-from kvjax.cache import Entries, Layers, Slots
+from kvjax.cache import Entries, FromKeys, Layers, Slots
 from kvjax.checks import bytes_text, check_integers, check_params, check_type, index_of
 from kvjax.mesh.sharding import MODEL, check_batch, fetch, fit_mesh, heads_sharding, mesh_of, place, rows_sharding
 from kvjax.models import Decoder, DecoderConfig, RecurrentState
@@ -246,12 +246,20 @@ def _unfilled(
         return policy.with_state(entries, shape, limited=limited)
 
     return {
-        "entries": Layers(tuple(layer(i) for i in range(layers))),
+        "entries": held_once(Layers(tuple(layer(i) for i in range(layers))), config, policy),
         "length": jnp.zeros(batch, jnp.int32),
         "recurrent": config.recurrent_states(batch, dtype),
         "rope": config.rope.row_frequencies(config.head_dim, prompt_lengths),
         "pending": jnp.full(batch, -1, jnp.int32),
     }
+
+
+def held_once(layers: Layers, config: DecoderConfig, policy: Policy) -> Layers:
+    """Returns layers without the values that their keys contain, unless the policy changes entries."""
+    if config.latent is None or policy.changes_entries:
+        return layers
+    values = FromKeys(config.latent.rotated)
+    return Layers(tuple(replace(layer, values=values) for layer in layers.each))
 
 
 @own_modes()

@@ -11,11 +11,11 @@ from jaxtyping import Int
 
 from kvjax.cache import Entries, Layers, bucket
 from kvjax.checks import LARGEST, check_params, check_type, shown
-from kvjax.kv_cache import KVCache
+from kvjax.kv_cache import KVCache, held_once
 from kvjax.mesh.sharding import MODEL, fetch, mesh_of
 from kvjax.models import Decoder
 from kvjax.parts import Fixed
-from kvjax.policy import Policy, Score, Texts, Together
+from kvjax.policy import MergesLater, Policy, Score, Texts, Together
 from kvjax.policy.suits import check_attached, check_suits
 from kvjax.reading.allocate import allocated
 from kvjax.reading.layers import read
@@ -127,6 +127,7 @@ def reading_policy(policies: Sequence[Policy]) -> Policy:
     return Policy(
         score=together(policies),
         budget=Fixed(LARGEST),
+        merge=MergesLater(tuple(dict.fromkeys(policy.merge for policy in policies))),
         positions=first.positions,
         storage=first.storage,
     )
@@ -243,7 +244,7 @@ class _Reading:
         """The cache of the prompt under a policy."""
         return replace(
             cache,
-            entries=layers,
+            entries=held_once(layers, self.params.config, end.policy),
             length=cache.length + cache.put_rows(lengths),
             policy=end.policy,
             kept=end.kept,
@@ -272,4 +273,5 @@ class _Reading:
                 for layer, empty in zip(replays[score], made.entries, strict=True)
             )
         )
-        return self._run(allocated, self.params, replace(made, entries=layers), room=0, begins=True)
+        entries = held_once(layers, self.params.config, policy)
+        return self._run(allocated, self.params, replace(made, entries=entries), room=0, begins=True)

@@ -173,8 +173,12 @@ class DecoderConfig:
         return not self.keys_are_values or self.windows[layer] is not None
 
     def bytes_per_token(self, dtype: DTypeLike) -> int:
-        """Bytes of one token's keys and values in an uncompressed cache: 2 H D of each layer, in `dtype`."""
-        return 2 * sum(H * D for H, D in map(self.heads_of, range(self.num_layers))) * jnp.dtype(dtype).itemsize
+        """Bytes of one token's keys and values in an uncompressed cache: 2 H D of each layer, in `dtype`.
+
+        Over latents they are H D, as a key contains the value.
+        """
+        numbers = sum(H * D for H, D in map(self.heads_of, range(self.num_layers)))
+        return (2 if self.latent is None else 1) * numbers * jnp.dtype(dtype).itemsize
 
     @property
     def scale(self) -> float:

@@ -5,8 +5,9 @@ V_h c. The products of queries with keys, and the sum of values, are linear in c
 
     [q, p] . [r, U_h c] = [q, U_h^T p] . [r, c],        sum_m a_m V_h c_m = V_h sum_m a_m c_m.
 
-So all query heads share one key [r, c] and one value [0, c] of C + R channels: a cache holds these, and a policy sees a
-model of one kv head. The zeros keep keys and values of one size.
+So all query heads share one key [r, c] and one value [0, c] of C + R channels: a policy sees a model of one kv head.
+The zeros keep keys and values of one size. The key contains the value, so a cache may hold the key alone and return
+sums of keys for the contexts, whose first C channels nothing reads.
 """
 
 from __future__ import annotations

@@ -63,19 +63,23 @@ def hybrid(before: tuple[int, ...] = (2, 0, 1), vocab: int = VOCAB) -> Decoder:
     return Decoder(config, nnx.Rngs(0))
 
 
-@cache
-def latents(latent: Latent = LATENT, heads: int = 8) -> Decoder:
-    """Two layers of attention over latents, with an MLP and with experts. Norms and biases are random too."""
-    config = DecoderConfig(
+def latent_config(latent: Latent = LATENT, heads: int = 8) -> DecoderConfig:
+    """Two layers of attention over latents, with an MLP and with experts."""
+    return DecoderConfig(
         **{"family": "deepseek_v3", "vocab_size": VOCAB, "hidden_size": 32, "mlp_size": 48, "num_heads": heads},
         **{"num_kv_heads": 1, "head_dim": latent.key_dim, "windows": (None, None), "max_positions": 4096},
         **{"rope": Rope(1e4, None, latent.rotated_fraction), "attention_scale": latent.scale},
         **{"latent": latent, "mixture": SHARED},
     )
+
+
+@cache
+def latents(latent: Latent = LATENT, heads: int = 8) -> Decoder:
+    """A decoder with random weights of that config. Norms and biases are random too."""
     noise = np.random.default_rng(0)
     return jax.tree.map(
         lambda x: jnp.asarray(np.asarray(x) + 0.1 * noise.normal(size=x.shape).astype(x.dtype)),
-        Decoder(config, nnx.Rngs(0)),
+        Decoder(latent_config(latent, heads), nnx.Rngs(0)),
     )
 
 

@@ -105,7 +105,7 @@ class Reading:
             if policy.positions == "original":
                 q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
             at = jnp.broadcast_to(positions[:, None], k.shape[:3])
-            new = Slots(policy.storage.store(k), policy.storage.store(v), at, old.capacity)
+            new = Slots(*policy.store(k, v, old.values), at, old.capacity)
             if observes:
                 new = policy.with_state(new, shape, limited=True)
             held = old.append(new)

@@ -107,4 +107,4 @@ def following(
     """Returns the entries of a pass behind a layer's: `k` after RoPE and `v`, both as the storage rounds them."""
     state = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], k.shape[2]), x.dtype), old.per_slot)
     at = jnp.broadcast_to(positions[:, None], k.shape[:3])
-    return Slots(policy.storage.store(k), policy.storage.store(v), at, old.capacity, state)
+    return Slots(*policy.store(k, v, old.values), at, old.capacity, state)

@@ -109,7 +109,8 @@ class Stepping:
                 q, k = (rotated(layer, x, positions[:, None, None], rope) for x in (q, k))
             entries, slot = entries.make_room(i, incoming, room)
             at = jnp.broadcast_to(positions[:, None], k.shape[:2])
-            entries = entries.write(i, slot, policy.storage.store(k[:, :, 0]), policy.storage.store(v[:, :, 0]), at)
+            token = policy.store(k[:, :, 0], v[:, :, 0], entries.stored[1])
+            entries = entries.write(i, slot, *token, at)
             if policy.positions == "in_cache":
                 q, seen = by_place(layer, q, entries.layer(i, 0), rope)
             wish = score.needs.received if room.count else None

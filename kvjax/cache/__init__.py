@@ -4,6 +4,7 @@ Axis letters: B rows of the batch, H kv heads, S slots of a layer, D head size, 
 """
 
 from .entries import Entries, MakeRoom, StepAttention, StepQuery, Take, Usage, statics
+from .from_keys import FromKeys, Values
 from .layers import Layers
 from .packing import empty_pool, planned_pool
 from .paging import whole_pages
@@ -14,6 +15,7 @@ from .slots import Settled, Slots, mark
 __all__ = [
     "UNLIMITED",
     "Entries",
+    "FromKeys",
     "Layers",
     "MakeRoom",
     "Segments",
@@ -23,6 +25,7 @@ __all__ = [
     "StepQuery",
     "Take",
     "Usage",
+    "Values",
     "bucket",
     "empty_pool",
     "mark",

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.models import KvHeads
 from kvjax.pallas_kernels import Asked, Reduction, Stored
 
+from .from_keys import Values
 from .slots import Slots
 
 
@@ -120,8 +121,8 @@ class Entries(ABC):
 
     @property
     @abstractmethod
-    def stored(self) -> tuple[Stored, Stored]:
-        """Keys and values of some entries in their stored form: for their dtype and the like."""
+    def stored(self) -> tuple[Stored, Values]:
+        """Keys and values of some entries in their stored form, which that of a new entry follows."""
 
     @property
     @abstractmethod
@@ -168,7 +169,7 @@ class Entries(ABC):
         """
 
     @abstractmethod
-    def write(self, i: int, slot: Int[Array, "B H"], key: Stored, value: Stored, position: Int[Array, "B H"]) -> Self:
+    def write(self, i: int, slot: Int[Array, "B H"], key: Stored, value: Values, position: Int[Array, "B H"]) -> Self:
         """Overwrites one slot per row and head of layer i and clears its state; beyond the last one nothing."""
 
     @abstractmethod

@@ -15,6 +15,7 @@ from kvjax.models import KvHeads
 from kvjax.pallas_kernels import Stored, joined, slot_attention
 
 from .entries import Entries, MakeRoom, StepAttention, StepQuery, Take, Usage
+from .from_keys import Values, for_attention
 from .sizes import bucket
 from .slots import Slots, mark
 
@@ -32,7 +33,7 @@ class Layers(Entries):
         return len(self.each)
 
     @property
-    def stored(self) -> tuple[Stored, Stored]:
+    def stored(self) -> tuple[Stored, Values]:
         return self.each[0].keys, self.each[0].values
 
     @property
@@ -63,15 +64,14 @@ class Layers(Entries):
             slot = jnp.minimum(slot, freed)
         return self.with_layer(i, entries), slot
 
-    def write(self, i: int, slot: Int[Array, "B H"], key: Stored, value: Stored, position: Int[Array, "B H"]) -> Layers:
+    def write(self, i: int, slot: Int[Array, "B H"], key: Stored, value: Values, position: Int[Array, "B H"]) -> Layers:
         return self.with_layer(i, self.each[i].write(slot, key, value, position))
 
     def attend(self, i: int, query: StepQuery) -> StepAttention:
         entries = self.each[i] if query.seen is None else query.seen
         found = slot_attention(
             query.q,
-            entries.keys,
-            entries.values,
+            *for_attention(entries.keys, entries.values),
             query.positions,
             entries.positions,
             **query.logits,

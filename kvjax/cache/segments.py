@@ -24,13 +24,13 @@ from kvjax.pallas_kernels import (
     Stored,
     after_last,
     pages,
-    plain,
     segment_attention,
     set_slots,
     write_rows,
 )
 
 from .entries import Entries, MakeRoom, StepAttention, StepQuery, Take, Usage
+from .from_keys import Values, for_attention, in_arrays
 from .paging import MovePages, PutPages, starts, whole_pages
 from .pieces import evicted, observed
 from .pool_attention import asked_of, received_by
@@ -48,7 +48,7 @@ class Segments(Entries):
     Attributes:
         keys: T rows per lane. Starts and sizes of segments, and T, are multiples of PAGE. With other storage, a pytree
             whose leaves have axes [B, P, T, ...].
-        values: in the same form.
+        values: in the same form; or `FromKeys`, for values that the keys contain.
         positions: the token position in each row, int32, -1 if the row is empty.
         start: the first row of each segment in its lane, for each layer.
         size: the number of rows of each segment, in whole pages, for each layer.
@@ -84,7 +84,7 @@ class Segments(Entries):
         return len(self.start)
 
     @property
-    def stored(self) -> tuple[Stored, Stored]:
+    def stored(self) -> tuple[Stored, Values]:
         return self.keys, self.values
 
     @property
@@ -169,7 +169,7 @@ class Segments(Entries):
         return pool, jnp.where(incoming[:, None], slot, pool.size[i])
 
     def write(
-        self, i: int, slot: Int[Array, "B H"], key: Stored, value: Stored, position: Int[Array, "B H"]
+        self, i: int, slot: Int[Array, "B H"], key: Stored, value: Values, position: Int[Array, "B H"]
     ) -> Segments:
         at = self._rows(i, slot)
 
@@ -192,8 +192,7 @@ class Segments(Entries):
     def attend(self, i: int, query: StepQuery) -> StepAttention:
         found = segment_attention(
             query.q,
-            self.keys,
-            self.values,
+            *for_attention(self.keys, self.values),
             query.positions,
             self.positions,
             self.start[i],
@@ -264,7 +263,8 @@ class Segments(Entries):
 
     def plain(self) -> Segments:
         """Returns the same entries with keys and values as arrays."""
-        return replace(self, keys=plain(self.keys), values=plain(self.values))
+        keys, values = in_arrays(self.keys, self.values)
+        return replace(self, keys=keys, values=values)
 
     def by_head(self, row: int, arrays: Any = None) -> list[list[Any]]:
         start, size = (np.stack([fetch(x)[row] for x in each], axis=-1) for each in (self.start, self.size))

@@ -15,7 +15,6 @@ from kvjax.pallas_kernels import (
     Reduction,
     Stored,
     compact,
-    plain,
     set_slot,
     set_slots,
     traced_once,
@@ -23,6 +22,8 @@ from kvjax.pallas_kernels import (
     window_scores,
     write_rows,
 )
+
+from .from_keys import Values, in_arrays
 
 
 class Settled(Protocol):
@@ -56,7 +57,7 @@ class Slots:
         keys: rotated by RoPE to their original position, or not rotated if the policy rotates them by their place in
             the cache. The policy's storage fixes the form: an array [B, H, S, D], or a pytree whose leaves have axes
             [B, H, S, ...].
-        values: in the same form.
+        values: in the same form; or `FromKeys`, for values that the keys contain.
         positions: the token position in each slot, int32, -1 if the slot is empty.
         capacity: the number of entries that each row and head may hold before it must evict, int32; UNLIMITED where
             nothing is ever evicted.
@@ -106,7 +107,7 @@ class Slots:
 
     def plain(self) -> Slots:
         """Returns the entries as policies and attention see them: keys and values as arrays, all in slots."""
-        keys, values = plain(self.keys), plain(self.values)
+        keys, values = in_arrays(self.keys, self.values)
         if self.settled is None:
             return replace(self, keys=keys, values=values)
         # Without the barrier XLA makes arrays of all layers before the tokens of this layer are there, and holds them.
@@ -233,7 +234,7 @@ class Slots:
             values=jax.tree.map(lambda x, y: set_slots(x, at, y), self.values, new.values),
         )
 
-    def write(self, slot: Int[Array, "B H"], key: Stored, value: Stored, position: Int[Array, "B H"]) -> Slots:
+    def write(self, slot: Int[Array, "B H"], key: Stored, value: Values, position: Int[Array, "B H"]) -> Slots:
         """Overwrites one slot per row and head, and clears its state. A slot beyond the last one writes nothing.
 
         Args:

@@ -180,7 +180,8 @@ class RunPlan:
         one more such copy, while the next batch waits for them. A budget that is divided among layers has its cache
         only until its answers are generated.
         There is one full layer at a time in general. There are all layers if a budget is divided among them, or if
-        several questions use the prefill before the compression.
+        several questions use the prefill before the compression. Values of latents lie beside keys in full layers only
+        if a policy changes entries.
         """
         lead, tail = (max(sizes) for sizes in zip(*((a.lead.size, a.tail.size) for a in reading.asks), strict=True))
         length, new = reading.prompt.size + lead, reading.new_tokens + tail
@@ -193,7 +194,8 @@ class RunPlan:
         extended = max(size * min(turns, n * len(reading.asks)) for size, n in sizes.items())
         layers = self.config.num_layers if lead or any(policy.allocates for policy in policies) else 1
         token = -(-self.config.bytes_per_token(self.dtype) // self.config.num_layers)
-        return held + extended * (1 + reading.refilled) + (reading.size + lead) * token * layers
+        twice = self.config.latent is not None and any(policy.changes_entries for policy in policies)
+        return held + extended * (1 + reading.refilled) + (reading.size + lead) * token * layers * (1 + twice)
 
     def batch_bytes(self, batch: ReadingBatch, policies: Sequence[Policy]) -> int:
         """The largest number of bytes that the caches of a batch take, if several policies share its prefill."""

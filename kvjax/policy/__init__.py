@@ -9,7 +9,7 @@ from .policy import Limits, Policy, Protect
 from .score import Attended, LayerShape, Moment, Needs, Received, Score, ScoreWrapper
 from .select import Ranked, Select, SelectWrapper, TopTokens
 from .storage import PLAIN, Storage
-from .together import Together
+from .together import MergesLater, Together
 
 __all__ = [
     "PLAIN",
@@ -24,6 +24,7 @@ __all__ = [
     "LearnedTokens",
     "Limits",
     "Merge",
+    "MergesLater",
     "Moment",
     "Needs",
     "Part",

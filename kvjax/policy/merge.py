@@ -23,7 +23,7 @@ class Effects:
     """The facts of a merge.
 
     Attributes:
-        at_prompt: whether `compress` puts entries that are not retained into others.
+        at_prompt: whether `compress` puts entries that are not retained into others, or changes values.
         at_steps: whether `absorb` does so while decoding, for which it receives all entries of a head.
         keys: whether the retained entries get other keys, with which stored queries score no longer as they attended.
         bias: whether entries get a bias that is added to their logits, `Slots.bias`.

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import UNLIMITED, Slots
+from kvjax.cache import UNLIMITED, FromKeys, Slots, Values
+from kvjax.pallas_kernels import Stored
 
 from .budget import Budget, most_entries
 from .learned import LearnedTokens
@@ -157,6 +158,12 @@ class Policy:
         return self.score.needs.slotwise and not self.merge.effects.at_steps
 
     @property
+    def changes_entries(self) -> bool:
+        """Tells whether keys or values change once they are cached, so that neither follows from the other."""
+        effects = self.merge.effects
+        return effects.at_prompt or effects.at_steps or effects.keys or self.storage.newest is not None
+
+    @property
     def ignores_size(self) -> bool:
         """Tells whether a compression retains the same entries if there is room for more than the budget."""
         return self.select.compares == "scores" and not self.merge.effects.at_prompt
@@ -218,6 +225,10 @@ class Policy:
         """Returns the most entries that a compressed layer retains of prompts up to a size; None if it retains all."""
         slots = most_entries(self.budget, layer, prompt_size, layers)
         return None if slots is None else max(slots, self.minimum)
+
+    def store(self, k: Float[Array, "*tokens D"], v: Float[Array, "*tokens D"], like: Values) -> tuple[Stored, Values]:
+        """Returns the stored form of keys and values, as entries have it whose stored values are `like`."""
+        return self.storage.store(k), like if isinstance(like, FromKeys) else self.storage.store(v)
 
     def with_state(self, entries: Slots, shape: LayerShape, *, limited: bool) -> Slots:
         """Adds the initial state of the storage to a layer's entries, and of score and merge if it is limited."""

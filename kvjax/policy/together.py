@@ -1,4 +1,4 @@
-"""A score that lets several scores observe one prompt."""
+"""A score that lets several scores observe one prompt, and the merges that follow."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 
+from .merge import Effects, Merge
 from .score import Attended, LayerShape, Moment, Needs, Score
 
 
@@ -49,6 +50,24 @@ class Together(Score):
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class MergesLater(Merge):
+    """Leaves entries as they are, in the form in which any of several merges can change them.
+
+    Attributes:
+        merges: those that follow once the prompt has been read.
+    """
+
+    merges: tuple[Merge, ...]
+
+    @property
+    def effects(self) -> Effects:
+        """The changes of any of them. Each has its own biases."""
+        each = [merge.effects for merge in self.merges]
+        changes = {name: any(getattr(one, name) for one in each) for name in ("at_prompt", "at_steps", "keys")}
+        return Effects(**changes)
 
 
 def _by_kind(states: list[tuple[Any, Any]]) -> tuple[Any, Any]:

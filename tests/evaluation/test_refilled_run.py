@@ -26,6 +26,7 @@ from tests.evaluation import words
 from tests.evaluation.test_asking import item
 from tests.evaluation.test_asking import params as params  # a fixture
 from tests.evaluation.test_runner import GRID, Notes, lines, plan, right
+from tests.tiny import latent_config
 
 REFILLED = GRID.but(refill=True)
 BATCHES = sum(len(cell.batches) for cell in plan().cells)
@@ -184,6 +185,20 @@ def test_batches_share_rows_if_their_lengths_are_alike_and_the_memory_holds_the_
     row = plan(GRID.but(refill=True), items).row_bytes(readings(items[1:2], "before")[0], [parse("full")])
     assert read(batch=4, memory_gb=4.1 * row / 1e9) == read(batch=4)
     assert read(batch=4, memory_gb=3.9 * row / 1e9) != read(batch=4)
+
+
+def test_values_of_latents_take_memory_where_a_policy_changes_entries() -> None:
+    """A model of the same kv heads without latents always holds them."""
+    reading, latents = readings([item("0", 300, 1)], "after")[0], latent_config()
+
+    def bytes_of(text: str) -> list[int]:
+        plans = (replace(plan(), config=config) for config in (latents, replace(latents, latent=None)))
+        return [one.row_bytes(reading, [parse(text)]) for one in plans]
+
+    once, apart = bytes_of("snapkv:budget=40")
+    assert 1.7 * once < apart < 2 * once
+    changed, apart = bytes_of("attention_matching:base=snapkv,base.budget=40")
+    assert changed == apart
 
 
 @pytest.mark.slow

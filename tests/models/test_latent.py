@@ -1,4 +1,7 @@
-"""Attention over latents: against keys and values of every head, under every policy, in cuts over devices."""
+"""Attention over latents: against keys and values of every head, under every policy, in cuts over devices.
+
+That a cache holds a latent once is tested in `test_latents_once.py`.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,16 @@ def test_policies_over_latents(policy):
 
 @pytest.mark.long
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize("text", ["morphkv:budget=24,window=4", "full", "snapkv:budget=24,window=4"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "morphkv:budget=24,window=4",
+        "full",
+        "snapkv:budget=24,window=4",
+        "adakv:base=h2o,base.budget=24",
+        "d2o:budget=24,layer_budgets=False",
+    ],
+)
 def test_all_devices_hold_the_key_and_some_query_heads(text):
     params = latents()
     sharded = kvjax.shard(params, kvjax.make_mesh(data=2, model=4))
