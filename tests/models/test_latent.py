@@ -94,7 +94,6 @@ def test_policies_over_latents(policy):
         "full",
         "snapkv:budget=24,window=4",
         "adakv:base=h2o,base.budget=24",
-        "d2o:budget=24,layer_budgets=False",
     ],
 )
 def test_all_devices_hold_the_key_and_some_query_heads(text):
