@@ -36,7 +36,7 @@ FIELDS = {
     "info": "path family parameters stored layers hidden_size query_heads kv_heads head_dim window_heads "
     "attention_sinks attention_softcap experts latent recurrence readers vocabulary rope windows max_positions "
     "end_tokens bos_token pad_token sampler suppressed not_applied cache_dtype kv_bytes_per_token new_tokens "
-    "mesh memory plans choices kernels",
+    "mesh memory plans left_out choices kernels",
     "plan": "path memory dtype max_prompt max_new_tokens chunk plans rows_of_each",
     "convert": "source from out to dtype parameters parameter_bytes peak_bytes seconds",
     "inspect": "model policy page prompt_tokens generated_tokens retained",
