@@ -173,7 +173,7 @@ REFUSED = {
         ("budget=32", "a budget of 32 entries: expected 33 or more, which is recent=32 \\+ 1"),
     ],
     "restorekv": [
-        ("tokens=0", "count=0: expected an integer >= 1"),
+        ("tokens=0", "tokens=0: expected an integer >= 1"),
         ("base=h2o", "^restorekv: its entries stay, and with every=1 decoding would evict them: expected every=None"),
         ("base=finch,base.positions=in_cache", "cannot be combined with positions='in_cache'"),
         ("base=full", "expected one that limits every layer"),
