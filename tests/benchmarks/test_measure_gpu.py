@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks import measure_gpu
-from tests.patience import PATIENCE
+from tests.patience import wait_for
 
 # A command that starts another, whose number it prints.
 LONG = """
@@ -72,10 +71,7 @@ def test_a_stage_is_stopped_at_the_limit_with_all_that_it_started_and_keeps_what
     earlier, number = (tmp_path / "long.jsonl").read_text().splitlines()
     assert earlier == "earlier"
     assert not (tmp_path / "long.done").exists()
-    end = time.monotonic() + PATIENCE
-    while running(int(number)) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not running(int(number))
+    wait_for(lambda: not running(int(number)), lambda: f"process {number} still runs")
 
 
 def running(process: int) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from kvjax.cli import progress
 from kvjax.cli.progress import Bar, Line
 from kvjax.runtime.progress import Doing, tell
-from tests.patience import PATIENCE
+from tests.patience import wait_for
 
 
 @pytest.fixture
@@ -35,13 +33,6 @@ def lines(monkeypatch: pytest.MonkeyPatch, now: list[float]) -> list[str]:
 def said(lines: list[str], text: str) -> None:
     """Waits until a text has been said."""
     wait_for(lambda: any(text in line for line in lines), lambda: f"{text!r} is not in {set(lines)}")
-
-
-def wait_for(state: Callable[[], bool], missing: Callable[[], str]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not state():
-        assert time.monotonic() < until, missing()
-        time.sleep(0.001)
 
 
 def test_a_long_operation_says_what_it_does(lines: list[str], now: list[float]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from typing import Any
 
 import openai
@@ -13,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.models import Decoder
-from tests.patience import PATIENCE
+from tests.patience import wait_for
 from tests.serve.serving import KEY, POLICY, Serving
 
 pytestmark = pytest.mark.slow
@@ -121,10 +120,8 @@ def test_chaos(
     counts = asyncio.run(chaos(serving, clients, turns, expected))
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     assert min(counts.values()) > 0, counts
-    until = time.monotonic() + PATIENCE
-    while serving.engine.stats().rows_busy or serving.engine.stats().queue:
-        assert time.monotonic() < until, "a row is still busy"
-        time.sleep(0.01)
-    stats = serving.engine.stats()
+    engine = serving.engine
+    wait_for(lambda: not engine.stats().rows_busy and not engine.stats().queue, lambda: f"still busy: {engine.stats()}")
+    stats = engine.stats()
     assert sum(stats.finished.values()) == stats.requests
     assert resident() < before + 100e6

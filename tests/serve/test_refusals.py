@@ -5,10 +5,8 @@ import json
 import re
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from kvjax.serve import Settings, application
 from kvjax.serve.asking import ask
 from kvjax.serve.dialects import Template
 from kvjax.serve.schema import Completion
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_for
 from tests.serve.serving import GOOD, KEY, Serving, only, send
 
 
@@ -194,7 +192,7 @@ def test_a_client_that_goes_away_frees_its_row(serving: Serving) -> None:
             )
             if stream:
                 assert client.recv(10)
-            wait_for(lambda: serving.engine.stats().rows_busy > 0)
+            wait_for(lambda: serving.engine.stats().rows_busy > 0, lambda: "no row is busy")
         idle(serving)
         assert serving.engine.stats().finished.get("cancelled", 0) > before
 
@@ -220,7 +218,7 @@ def test_a_request_that_is_cancelled_while_it_is_submitted(serving: Serving, mon
 
     monkeypatch.setattr(serving.engine, "submit_all", held)
     asyncio.run(cancelled())
-    wait_for(lambda: bool(handles))
+    wait_for(lambda: bool(handles), lambda: "nothing was submitted")
     idle(serving)
     assert [handle.result().finish for handle in handles] == ["cancelled"]
 
@@ -259,14 +257,8 @@ def test_a_client_that_goes_away_before_the_first_event(serving: Serving, versio
 
 
 def idle(serving: Serving) -> None:
-    wait_for(lambda: not serving.engine.stats().rows_busy and not serving.engine.stats().queue)
-
-
-def wait_for(state: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not state():
-        assert time.monotonic() < until, "nothing became idle"
-        time.sleep(0.001)
+    stats = serving.engine.stats
+    wait_for(lambda: not stats().rows_busy and not stats().queue, lambda: f"it never became idle: {stats()}")
 
 
 def test_metrics_and_stats(serving: Serving) -> None:
