@@ -47,16 +47,23 @@ def main() -> None:
     essays = sorted((given.data / ESSAYS).glob("*.txt"))
     if not essays:
         parser.error(f"{given.data / ESSAYS} has no essays: expected the folder that scripts/real_model.sh names")
-    train, test = given.out / "train", given.out / "test" / ESSAYS
-    for folder, texts in ((train, essays[::2]), (test, essays[1::2])):
-        folder.mkdir(parents=True, exist_ok=True)
-        for text in texts:
-            shutil.copy(text, folder)
-    for name, text in with_facts({path.name: path.read_text() for path in essays[::2]}).items():
-        (train / f"facts_{name}").write_text(text)
+    test = given.out / "test" / ESSAYS
+    test.mkdir(parents=True, exist_ok=True)
+    for essay in essays[1::2]:
+        shutil.copy(essay, test)
+    write_training({path.name: path.read_text() for path in essays[::2]}, given.out / "train")
+
+
+def write_training(essays: Mapping[str, str], folder: Path) -> None:
+    """Writes the essays as they are, the essays with facts, and the modules."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in essays.items():
+        (folder / name).write_text(text)
+    for name, text in with_facts(essays).items():
+        (folder / f"facts_{name}").write_text(text)
     for name in MODULES:
         source = Path(importlib.import_module(name).__file__ or "").read_text()
-        (train / f"python_{name}.txt").write_text(source[:LONGEST])
+        (folder / f"python_{name}.txt").write_text(source[:LONGEST])
 
 
 def with_facts(texts: Mapping[str, str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ list() {
 statistics  the numbers that qfilter, expected_attention_stats and triattention read    5, beside other work
 once        the presets that read the text once, 75 % removed                           not recorded
 decoding    the presets that evict while decoding too                                   not recorded
+gates       presets that read gates, which it trains on the model                       not recorded
 twice       the presets that read it twice                                              not recorded
 costly      presets that take longer to compress it than the model takes to read it      not recorded
 shares      the papers' methods and the best, 25, 50 and 87.5 % removed                 not recorded
@@ -61,9 +62,25 @@ statistics() {
     fi
 }
 
+train() { # METHOD TEXTS OPTIONS...
+    if [ ! -e "runs/leaderboard/gates/$1/model.safetensors" ]; then
+        kvjax train-gates "$model" --method "$1" --data "runs/leaderboard/texts/$2" --out "runs/leaderboard/gates/$1" \
+            --learning-rate 0.002 "${@:3}"
+    fi
+}
+
+gates() {
+    if [ ! -e runs/leaderboard/texts/prompts ]; then
+        python -m scripts.board_texts "$model" "$data" runs/leaderboard/texts
+    fi
+    train fastkvzip texts --length 1024 --steps 320 --distinct 40
+    train lookaheadkv prompts --length 512 --steps 120 --tokens 16 --answer 16
+    train restorekv prompts --length 512 --steps 60 --question 48 --answer 16 --base compactor:budget=0.25
+}
+
 page() {
     local runs=()
-    for step in once decoding twice costly shares seen smaller; do
+    for step in once decoding gates twice costly shares seen smaller; do
         [ ! -e "runs/leaderboard/$step/run.json" ] || runs+=("runs/leaderboard/$step")
     done
     kvjax report "${runs[@]}" --leaderboard runs/leaderboard/board.html \
@@ -80,6 +97,10 @@ run() { # PROMPTS STEP...
         case "$step" in
             statistics | page) "$step" ;;
             smaller) ask "$step" "$1" "$(python -m scripts.fetch_real_model)/SmolLM2-135M-Instruct.Q4_1.gguf" ;;
+            gates)
+                gates
+                ask "$step" "$1" "$model"
+                ;;
             *)
                 statistics
                 ask "$step" "$1" "$model"
