@@ -63,13 +63,13 @@ statistics() {
 }
 
 train() { # METHOD TEXTS OPTIONS...
-    if [ ! -e "runs/leaderboard/gates/$1/model.safetensors" ]; then
-        kvjax train-gates "$model" --method "$1" --data "runs/leaderboard/texts/$2" --out "runs/leaderboard/gates/$1" \
+    if [ ! -e "runs/leaderboard/trained/$1/model.safetensors" ]; then
+        kvjax train-gates "$model" --method "$1" --data "runs/leaderboard/texts/$2" --out "runs/leaderboard/trained/$1" \
             --learning-rate 0.002 "${@:3}"
     fi
 }
 
-gates() {
+train_gates() {
     if [ ! -e runs/leaderboard/texts/prompts ]; then
         python -m scripts.board_texts "$model" "$data" runs/leaderboard/texts
     fi
@@ -98,7 +98,7 @@ run() { # PROMPTS STEP...
             statistics | page) "$step" ;;
             smaller) ask "$step" "$1" "$(python -m scripts.fetch_real_model)/SmolLM2-135M-Instruct.Q4_1.gguf" ;;
             gates)
-                gates
+                train_gates
                 ask "$step" "$1" "$model"
                 ;;
             *)
