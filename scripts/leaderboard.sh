@@ -75,7 +75,7 @@ train_gates() {
     fi
     train fastkvzip texts --length 1024 --steps 320 --distinct 40
     train lookaheadkv prompts --length 512 --steps 120 --tokens 16 --answer 16
-    train restorekv prompts --length 512 --steps 60 --question 48 --answer 16 --base compactor:budget=0.25
+    train restorekv prompts --length 512 --steps 40 --question 48 --answer 16 --base compactor:budget=0.25
 }
 
 page() {
