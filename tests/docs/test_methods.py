@@ -69,6 +69,20 @@ def test_costs_and_results_are_of_presets() -> None:
     assert "of `snapkv`" not in methods.page(Preset("snapkv"))  # rows of other presets over it
 
 
+def test_the_costs_of_presets_are_in_the_ranges_of_performance() -> None:
+    """Of defaults, in the column `prefill` of the table of classes."""
+    text = (measured.DOCS / "performance.md").read_text().partition("## What a policy costs")[2]
+    prefill = {cost.preset: float(cost.prefill) for cost in reversed(measured.costs())}
+    outside, found = [], 0
+    for examples, cell in re.findall(r"^\| [^|]+ \| (`[^|]+) \| ([\d., to]+) \| ", text, re.MULTILINE):
+        numbers = [float(number) for number in re.findall(r"\d+\.\d+", cell)]
+        names = re.findall(r"`(\w+)`", examples)
+        found += len(names)
+        outside += [name for name in names if not min(numbers) <= prefill[name] <= max(numbers)]
+    assert found > 20
+    assert outside == []
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
