@@ -55,9 +55,7 @@ class CellResults:
             return {}
         given = [line["scores"] for line in lines]
         task = registry.TASKS.get(column[0])
-        if task is not None:
-            return task.overall(given)
-        return mean_scores(given)
+        return mean_scores(given) if task is None else task.overall(given)
 
     def headline(self, column: Column) -> float | None:
         """The first score of a task; None without answers."""
@@ -196,6 +194,7 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Res
 
 
 def asked_by(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The fields of a line that identify its question."""
     return tuple(line[name] for name in ASKED)
 
 
