@@ -201,7 +201,7 @@ def _numbers(cell: Cell, names: Sequence[str], means: Sequence[float]) -> dict[s
         "model": cell.model,
         "question": cell.name.question,
         "budget": cell.budget,
-        "removed": None if cell.removed is None else _percent(cell.removed),
+        "removed": _percent(cell.removed),
         "dropped": _percent(results.compression),
         "full": cell.is_full,
         "text": results.lines[0]["text"],
@@ -212,14 +212,10 @@ def _numbers(cell: Cell, names: Sequence[str], means: Sequence[float]) -> dict[s
         "prompts": sum(len(results.clusters(column)) for column in cell.columns),
         "tasks": [_task(cell, (name, cell.benchmark[1])) for name in names],
         "bytes": round(fmean(line["kv_bytes_end"] for line in results.lines)),
-        "of_full": None if full is None or not _reserves(full) else _percent(results.reserved_of(full)),
+        "of_full": None if full is None else _percent(results.reserved_of(full)),
         "kept": [round(layer, 1) for layer in layers],
         "command": cell.command,
     }
-
-
-def _reserves(full: CellResults) -> bool:
-    return all(line["kv_bytes_end"] for line in full.lines)
 
 
 def _task(cell: Cell, column: Column) -> list[float | int | None] | None:

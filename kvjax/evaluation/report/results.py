@@ -72,10 +72,14 @@ class CellResults:
         return float(np.mean([1 - np.mean(line["kept"]) / line["compressed_tokens"] for line in self.lines]))
 
     def reserved_of(self, full: CellResults) -> float | None:
-        """The bytes that the cache reserves, as a share of those of the full cache, over the answers that both gave."""
+        """The bytes that the cache reserves, as a share of those of the full cache, over the answers that both gave.
+
+        None if there are no such answers, or if the full cache reserves nothing for them.
+        """
         bytes_of = {asked_by(line): line["kv_bytes_end"] for line in full.lines}
         both = [(line["kv_bytes_end"], bytes_of[asked_by(line)]) for line in self.lines if asked_by(line) in bytes_of]
-        return sum(ours for ours, _ in both) / sum(theirs for _, theirs in both) if both else None
+        theirs = sum(size for _, size in both)
+        return sum(size for size, _ in both) / theirs if theirs else None
 
     def clusters(self, column: Column) -> dict[str, Float[np.ndarray, "2"]]:
         """The sum and the number of the headline scores of each example, by its id.
