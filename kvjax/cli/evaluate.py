@@ -202,8 +202,8 @@ def plan_document(plan: RunPlan) -> dict[str, Any]:
                 "policy": planned.cell.label,
                 "budget": planned.cell.budget,
                 "question": planned.cell.question,
-                "batches": 0 if planned.error is not None else len(planned.batches),
-                "error": None if planned.error is None else str(planned.error),
+                "batches": len(planned.batches),
+                "error": planned.error,
             }
             for planned in plan.cells
         ],

@@ -214,12 +214,9 @@ class RunPlan:
 
         return tuple(map(planned, self.grid.cells()))
 
-    def order(self) -> Iterator[Key]:
-        """The keys of the lines of the results file, in its order."""
-        yield from map(key_of, self.errors())
-        for planned in self.cells:
-            for batch in planned.batches:
-                yield from keys_of(planned.cell, batch.readings)
+    def keys(self) -> list[Key]:
+        """The keys of all answers, in the order of the results file, where those of `errors` precede them."""
+        return [key for each in self.cells for batch in each.batches for key in keys_of(each.cell, batch.readings)]
 
 
 @cache
