@@ -183,7 +183,7 @@ class RunPlan:
         several questions use the prefill before the compression. Values of latents lie beside keys in full layers only
         if a policy changes entries.
         """
-        lead, tail = (max(sizes) for sizes in zip(*((a.lead.size, a.tail.size) for a in reading.asks), strict=True))
+        lead, tail = reading.longest
         length, new = reading.prompt.size + lead, reading.new_tokens + tail
 
         def kept(policy: Policy, new_tokens: int) -> int:
