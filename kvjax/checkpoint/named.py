@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.folder import DTYPE_NAMES, DTYPES, check_form, form_of, locate
+from kvjax.checkpoint.folder import DTYPE_NAMES, DTYPES, check_form, locate
 from kvjax.checkpoint.hf import load
 from kvjax.checkpoint.orbax import restore
 from kvjax.checkpoint.source import Source, source_of
@@ -43,10 +43,10 @@ def load_named(
     """
     devices, wanted = None if mesh == (1, 1) else make_mesh(*mesh), dtype_named(dtype)
     path = locate(model)
-    check_form(path, "hf", "gguf", "orbax")
+    form = check_form(path, "hf", "gguf", "orbax")
     tokenizer = needed_tokenizer(source_of(path), model)  # before weights are read
     beside = [read_statistics(folder) if holds_statistics(folder) else read_gates(folder) for folder in gates]
-    read = restore if form_of(path) == "orbax" else load
+    read = restore if form == "orbax" else load
     params, _ = read(path, wanted, devices, tokenizer=None)
     for given in beside:
         params = with_gates(params, given) if isinstance(given, Gates) else with_statistics(params, given)
