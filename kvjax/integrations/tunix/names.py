@@ -89,8 +89,7 @@ def view_of(actor: nnx.Module) -> Callable[[], Decoder]:
 
     def view() -> Decoder:
         arrays = _arrays(actor)
-        shaped = {path: _shaped(arrays[theirs], blank.shapes[path]) for path, theirs in names.items()}
-        return blank.filled(shaped)
+        return blank.filled({path: arrays[theirs].reshape(blank.shapes[path]) for path, theirs in names.items()})
 
     return view
 
@@ -170,7 +169,3 @@ def their_name(path: str) -> str:
 def _arrays(actor: nnx.Module) -> dict[str, Array]:
     """The arrays of a module by path."""
     return {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(nnx.state(actor))}
-
-
-def _shaped(array: Array, shape: tuple[int, ...]) -> Array:
-    return array if array.shape == shape else array.reshape(shape)
