@@ -136,8 +136,6 @@ def _check_picture(path: Path, overwrite: bool) -> None:
 
     if path.suffix not in PICTURES:
         raise ValueError(f"--picture {path}: expected a file *.png, *.pdf or *.svg")
-    if not path.parent.is_dir():
-        raise ValueError(f"--picture {path}: {path.parent} is not a folder; expected a file in an existing folder")
     check_file(path, overwrite, "--overwrite")
     try:
         new_figure(1, 1, 1)
