@@ -104,7 +104,6 @@ def evaluate(
     grid = grid.but(
         model=model,
         data=None if data is None else str(data),
-        limit=limit,
         batch=batch,
         mesh=None if mesh is None else mesh_sizes(mesh),
         new_tokens=max_new_tokens,
