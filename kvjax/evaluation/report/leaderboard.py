@@ -105,7 +105,7 @@ def write(
         OSError: the file cannot be written.
     """
     made = board(several, runs, published)
-    write_file(Path(path), page(made))
+    write_file(path, page(made))
     return len(made["cells"])
 
 
