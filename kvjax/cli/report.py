@@ -71,7 +71,7 @@ def report(
             note(f"{write(path, several):,} answers are in {path}")
     if leaderboard is not None:
         with Line("making the leaderboard"):
-            cells = board.write(leaderboard, several, runs, published)
+            cells = board.write(leaderboard, several, published)
         note(f"{cells:,} cells are in {leaderboard}; open it in a browser")
     if as_json:
         models = [{"model": one.model, "results": mean_rows(one)} for one in several]

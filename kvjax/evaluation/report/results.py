@@ -105,6 +105,7 @@ class Results:
         cells: the cells by name, in the order of the runs' policies.
         errors: the number of answers that are missing because of errors.
         dropped: the policies that have answers, but are in no grid of the runs any more.
+        grids: the grids of the runs, as `run.json` has them.
         prompts: the texts of the tokens of some prompts, as `read_prompts` returns them.
     """
 
@@ -114,6 +115,7 @@ class Results:
     cells: Mapping[CellName, CellResults]
     errors: int
     dropped: tuple[str, ...] = ()
+    grids: tuple[Mapping[str, Any], ...] = ()
     prompts: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
 
     @cached_property
@@ -177,7 +179,7 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Res
         return [line for path in paths for line in read_lines(path, parse)]
 
     lines = {key_of(line): line for line in read("results", read_answer)}
-    header = runs[0][1]
+    header, grids = runs[0][1], tuple(run["grid"] for _, run in runs)
     place = {label: i for i, label in enumerate(dict.fromkeys(label for _, run in runs for label in labels(run)))}
     by_cell: dict[CellName, tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
     for line in lines.values():
@@ -194,7 +196,7 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Res
     cells = {name: CellResults(name, *map(tuple, by_cell[name])) for name in names}
     errors = sum("error" in line for line in lines.values())
     prompts = {key: pieces for folder, _ in runs for key, pieces in read_prompts(folder).items()}
-    return Results(model, header["grid"]["title"], header["model"], cells, errors, dropped, prompts)
+    return Results(model, grids[0]["title"], header["model"], cells, errors, dropped, grids, prompts)
 
 
 def asked_by(line: Mapping[str, Any]) -> tuple[Any, ...]:
