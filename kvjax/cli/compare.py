@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import tempfile
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -220,7 +219,7 @@ def _document(
         "score": score_name(plan),
         "against": against,
         "policies": [
-            {name: plain(getattr(row, name)) for name in asdict(row)} | {"sentence": row.sentence(against) or None}
+            {name: plain(value) for name, value in vars(row).items()} | {"sentence": row.sentence(against) or None}
             for row in rows
         ],
         "out": None if out is None else str(out),
