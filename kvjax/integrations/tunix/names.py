@@ -80,7 +80,8 @@ def view_of(actor: nnx.Module) -> Callable[[], Decoder]:
             f"an actor of type {type(actor).__name__}: expected a KVJaxActor, or one of tunix's {', '.join(FAMILIES)}"
         )
     blank = Blank.of(_config(FAMILIES[found], actor))
-    names = {path: their_name(path) for path in blank.shapes}
+    shapes = blank.shapes
+    names = {path: their_name(path) for path in shapes}
     if unknown := sorted(_arrays(actor).keys() ^ set(names.values())):
         raise ValueError(
             f"{found}: {unknown[0]} and {len(unknown) - 1} other parameters are in one of tunix's model and kvjax's "
@@ -89,7 +90,7 @@ def view_of(actor: nnx.Module) -> Callable[[], Decoder]:
 
     def view() -> Decoder:
         arrays = _arrays(actor)
-        return blank.filled({path: arrays[theirs].reshape(blank.shapes[path]) for path, theirs in names.items()})
+        return blank.filled({path: arrays[theirs].reshape(shapes[path]) for path, theirs in names.items()})
 
     return view
 
