@@ -8,9 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-
 from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import GENERATION, read_json, read_text_config
 from kvjax.checks import is_integer, shown
@@ -125,14 +122,14 @@ def _sampler(source: Path, said: Mapping[str, Any]) -> str | None:
     return None if text == "greedy" and said.get("do_sample") is None else text
 
 
-def written_config(params: Decoder, dtype: DTypeLike, tokenizer: Any) -> dict[str, Any]:
+def written_config(params: Decoder, tokenizer: Any) -> dict[str, Any]:
     """Returns the content of config.json for a decoder.
 
     Fields that were read from a config.json stay as they were, but for those of facts that have changed since. No field
     is added to them unless a fact has changed that it states.
     """
     config, card = params.config, params.card
-    ours, named = family(config.family).config_to_hf(config), str(jnp.dtype(dtype))
+    ours, named = family(config.family).config_to_hf(config), str(params.embed.dtype)
     if not card.config:
         said: dict[str, Any] = {
             "bos_token_id": card.bos_token,
@@ -152,9 +149,9 @@ def written_config(params: Decoder, dtype: DTypeLike, tokenizer: Any) -> dict[st
     return written
 
 
-def write_said(folder: Path, params: Decoder, dtype: DTypeLike, tokenizer: Any) -> None:
+def write_said(folder: Path, params: Decoder, tokenizer: Any) -> None:
     """Writes config.json, and generation_config.json if there is something to say."""
-    config = written_config(params, dtype, tokenizer)
+    config = written_config(params, tokenizer)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if params.card.generation:
         (folder / GENERATION).write_text(params.card.generation, "utf-8")

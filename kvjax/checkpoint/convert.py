@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.folder import Form, check_dtype, form_of, locate, owned
+from kvjax.checkpoint.folder import Form, check_dtype, check_form, locate, owned
 from kvjax.checkpoint.hf import load, read_headers, write_hf
 from kvjax.checkpoint.orbax import restore, stored_arrays, transfer_bytes, write_orbax
 from kvjax.checkpoint.parameters import Blank
@@ -118,9 +118,7 @@ def plan_conversion(
     source = locate(path_or_hub_id)
     if target == source.resolve():
         raise ValueError(f"{out} is what is to be converted: expected another folder")
-    form = form_of(source)
-    if form == "cache":
-        raise CheckpointError(source, ["it holds a cache; expected a folder of weights"])
+    form = check_form(source, "hf", "gguf", "orbax")
     opened = source_of(source)
     config = opened.config()
     if form is None:

@@ -56,7 +56,7 @@ def experts_apart(tensors: Mapping[str, Stored], config: DecoderConfig) -> dict[
 def _apart(tensor: Stored, parts: tuple[str, ...]) -> Iterator[tuple[str, OneExpert]]:
     """The matrices of each expert. `parts` names those that share the rows."""
     experts, rows, _ = tensor.get_shape()
-    for i, (expert, part) in enumerate((expert, part) for expert in range(experts) for part in parts):
-        size = rows // len(parts)
-        first = i % len(parts) * size
-        yield f"{expert}.{part}.weight", OneExpert(tensor, expert, first, first + size)
+    size = rows // len(parts)
+    for expert in range(experts):
+        for i, part in enumerate(parts):
+            yield f"{expert}.{part}.weight", OneExpert(tensor, expert, i * size, (i + 1) * size)

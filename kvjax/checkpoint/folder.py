@@ -127,11 +127,12 @@ def finish_writing(folder: Path) -> None:
         raise CheckpointError(folder, [reason]) from error
 
 
-def check_form(folder: Path, *wanted: Form) -> None:
-    """Raises CheckpointError if the path has another form. The message names the function that reads that form."""
+def check_form(folder: Path, *wanted: Form) -> Form | None:
+    """Returns the form of a path. Raises CheckpointError for another form; it names the function that reads that."""
     form = form_of(folder)
     if form is not None and form not in wanted:
         raise CheckpointError(folder, [f"it holds {CONTENTS[form]}"])
+    return form
 
 
 def read_config(folder: Path) -> DecoderConfig:

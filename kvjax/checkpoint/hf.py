@@ -243,7 +243,7 @@ def write_hf(
         for name, content in files.items():
             write_file(folder / name, content, gather)
         write_index(folder, files)
-        write_said(folder, params, params.embed.dtype, tokenizer)
+        write_said(folder, params, tokenizer)
         if tokenizer is not None:
             write_tokenizer(folder, tokenizer)
     else:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.folder import DTYPE_NAMES, DTYPES, check_form, form_of, locate
+from kvjax.checkpoint.folder import DTYPE_NAMES, DTYPES, check_form, locate
 from kvjax.checkpoint.hf import load
 from kvjax.checkpoint.orbax import restore
-from kvjax.checkpoint.source import source_of
+from kvjax.checkpoint.source import Source, source_of
 from kvjax.checks import did_you_mean, shown
 from kvjax.gates.attach import with_gates
 from kvjax.gates.files import Gates, read_gates
@@ -43,19 +43,25 @@ def load_named(
     """
     devices, wanted = None if mesh == (1, 1) else make_mesh(*mesh), dtype_named(dtype)
     path = locate(model)
-    check_form(path, "hf", "gguf", "orbax")
-    problems: list[str] = []
-    tokenizer = source_of(path).tokenizer(problems)
-    if problems:  # before weights are read
-        raise CheckpointError(path, problems)
-    if tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer, which text prompts need")
+    form = check_form(path, "hf", "gguf", "orbax")
+    tokenizer = needed_tokenizer(source_of(path), model)  # before weights are read
     beside = [read_statistics(folder) if holds_statistics(folder) else read_gates(folder) for folder in gates]
-    read = restore if form_of(path) == "orbax" else load
+    read = restore if form == "orbax" else load
     params, _ = read(path, wanted, devices, tokenizer=None)
     for given in beside:
         params = with_gates(params, given) if isinstance(given, Gates) else with_statistics(params, given)
     return params, tokenizer
+
+
+def needed_tokenizer(source: Source, model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the source of a model. Raises CheckpointError if it cannot be read, ValueError without one."""
+    problems: list[str] = []
+    tokenizer = source.tokenizer(problems)
+    if problems:
+        raise CheckpointError(source.path, problems)
+    if tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer, which text prompts need")
+    return tokenizer
 
 
 def dtype_named(name: str | None) -> Any:

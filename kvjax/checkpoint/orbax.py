@@ -78,7 +78,7 @@ def write_orbax(params: Decoder, folder: Path, tokenizer: PreTrainedTokenizerBas
     with orbax_writes(), ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder / PARAMS, args=ocp.args.PyTreeSave(arrays))
     if jax.process_index() == 0:
-        write_said(folder, params, params.embed.dtype, tokenizer)
+        write_said(folder, params, tokenizer)
         if tokenizer is not None:
             write_tokenizer(folder, tokenizer)
 

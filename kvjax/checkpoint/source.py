@@ -54,8 +54,8 @@ class Source(Protocol):
 class Folder:
     """A folder with config.json, a tokenizer and safetensors. In a folder without weights, `open` finds none."""
 
+    described = "config.json"
     path: Path
-    described: str = "config.json"
 
     def config(self) -> DecoderConfig:
         return read_config(self.path)

@@ -195,7 +195,7 @@ def unties(
     pair = [tensors[name] for name in (embed, unembed)]
     shapes = {tuple(tensor.get_shape()) for tensor in pair}
     readable = all(tensor.get_dtype() in DTYPES for tensor in pair)
-    return len(shapes) == 1 and readable and not _equal(tensors, embed, unembed)
+    return len(shapes) == 1 and readable and not _equal(*pair)
 
 
 def as_stored(
@@ -221,9 +221,8 @@ def warn_untied(path: Path, unembed: str, embed: str) -> None:
     )
 
 
-def _equal(tensors: Mapping[str, Stored], first: str, second: str) -> bool:
+def _equal(one: Stored, other: Stored) -> bool:
     """Returns whether two tensors of the same shape are equal. It reads 4,096 rows at a time."""
-    one, other = tensors[first], tensors[second]
     length, rows = one.get_shape()[0], 4096
     blocks = [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
     return all(np.array_equal(one[block], other[block]) for block in blocks)

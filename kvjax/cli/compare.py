@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import tempfile
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,8 +135,6 @@ def _check_picture(path: Path, overwrite: bool) -> None:
 
     if path.suffix not in PICTURES:
         raise ValueError(f"--picture {path}: expected a file *.png, *.pdf or *.svg")
-    if not path.parent.is_dir():
-        raise ValueError(f"--picture {path}: {path.parent} is not a folder; expected a file in an existing folder")
     check_file(path, overwrite, "--overwrite")
     try:
         new_figure(1, 1, 1)
@@ -222,7 +219,7 @@ def _document(
         "score": score_name(plan),
         "against": against,
         "policies": [
-            {name: plain(getattr(row, name)) for name in asdict(row)} | {"sentence": row.sentence(against) or None}
+            {name: plain(value) for name, value in vars(row).items()} | {"sentence": row.sentence(against) or None}
             for row in rows
         ],
         "out": None if out is None else str(out),

@@ -104,7 +104,7 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def numbers_table(title: str, first: str, *numbers: str, no_wrap: bool = False) -> Table:
+def numbers_table(title: str | None, first: str, *numbers: str, no_wrap: bool = False) -> Table:
     """A table whose first column has names, and whose other columns have numbers, which may wrap."""
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column(first, overflow="fold")

@@ -104,7 +104,6 @@ def evaluate(
     grid = grid.but(
         model=model,
         data=None if data is None else str(data),
-        limit=limit,
         batch=batch,
         mesh=None if mesh is None else mesh_sizes(mesh),
         new_tokens=max_new_tokens,
@@ -202,8 +201,8 @@ def plan_document(plan: RunPlan) -> dict[str, Any]:
                 "policy": planned.cell.label,
                 "budget": planned.cell.budget,
                 "question": planned.cell.question,
-                "batches": 0 if planned.error is not None else len(planned.batches),
-                "error": None if planned.error is None else str(planned.error),
+                "batches": len(planned.batches),
+                "error": planned.error,
             }
             for planned in plan.cells
         ],

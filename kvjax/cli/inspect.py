@@ -56,8 +56,6 @@ def inspect(
     else:
         text = prompt_text(prompt, prompt_file, "--prompt")
     chosen, method = policies.parse(policy), sampling.parse(sampler)
-    if not out.parent.is_dir():
-        raise ValueError(f"cannot write {out}: {out.parent} is not a folder; expected a file in an existing folder")
     check_file(out, overwrite, "--overwrite")
     params, tokenizer = load(str(DEMO) if model is None else model, dtype, mesh, gates)
     if isinstance(text, str):

@@ -36,6 +36,7 @@ def answer_needles(
     from kvjax.evaluation.grid import Grid
     from kvjax.evaluation.lines import read_answer, read_lines, read_timing
     from kvjax.evaluation.model import plan_run
+    from kvjax.evaluation.planning import sentence
     from kvjax.evaluation.records import RESULTS, TIMINGS
 
     counts = [examples - examples // 2, examples // 2]
@@ -55,10 +56,8 @@ def answer_needles(
         "seed": seed,
     }
     plan = plan_run(Grid.of(given))
-    refused = [f"{one.task}: {one.reason}" for one in plan.refusals]
-    refused += [str(planned.error) for planned in plan.cells if planned.error is not None]
-    if refused:
-        raise ValueError(refused[0])
+    if errors := plan.errors():
+        raise ValueError(sentence(errors[0]))
     summary = run_here(plan, out)
     if summary.errors:
         raise ValueError(summary.errors[0])

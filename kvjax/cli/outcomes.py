@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from kvjax.checks import bytes_text, installs
-from kvjax.cli.console import show_warning
+from kvjax.cli.console import numbers_table, show_warning
 
 LONGEST = 48  # the largest number of printed characters of an answer; wrong answers can be long repetitions
 
@@ -75,10 +75,8 @@ def most_telling(cells: list[Outcome]) -> int:
 
 def table_of(cells: list[Outcome]) -> Table:
     """A table with a line for each outcome, the full cache first."""
-    full, table = cells[0], Table()
-    table.add_column("policy")
-    for name in ("budget", "correct", "reserved", "smaller", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    full = cells[0]
+    table = numbers_table(None, "policy", "budget", "correct", "reserved", "smaller", "tokens/s", no_wrap=True)
     for cell in cells:
         colour = "green" if cell.accuracy >= 0.9 * full.accuracy else "red" if cell.accuracy <= 0.5 else "yellow"
         table.add_row(

@@ -96,8 +96,8 @@ def _show(found: list[dict[str, Any]], row: str, tokens: int, memory: int, of_ea
         console.print(f"  {rows:,} rows, {rows * tokens:,} tokens, under {escape(one['policy'])}")
     if of_each is not None:
         console.print(f"  {of_each:,} rows under each of these policies, on one server")
-    table = numbers_table("", "policy", "rows", "per row", "prompt", no_wrap=True)
-    table.title, table.box, table.pad_edge = None, SIMPLE_HEAD, False
+    table = numbers_table(None, "policy", "rows", "per row", "prompt", no_wrap=True)
+    table.box, table.pad_edge = SIMPLE_HEAD, False
     for one in found:
         sizes = [bytes_text(one[name]) for name in ("bytes_per_row", "prompt")]
         table.add_row(escape(one["policy"]), f"{one['rows']:,}", *sizes)

@@ -45,7 +45,7 @@ def report(
     from kvjax.evaluation.report import page, rows
     from kvjax.evaluation.report.beside import read_published
     from kvjax.evaluation.report.results import read_results
-    from kvjax.evaluation.report.tables import means
+    from kvjax.evaluation.report.tables import mean_rows
     from kvjax.files.writing import check_file, check_folder
 
     files = [(csv, rows.write_csv), (parquet, rows.write_parquet)]
@@ -71,10 +71,10 @@ def report(
             note(f"{write(path, several):,} answers are in {path}")
     if leaderboard is not None:
         with Line("making the leaderboard"):
-            cells = board.write(leaderboard, several, runs, published)
+            cells = board.write(leaderboard, several, published)
         note(f"{cells:,} cells are in {leaderboard}; open it in a browser")
     if as_json:
-        models = [{"model": one.model, "results": means(one).records()} for one in several]
+        models = [{"model": one.model, "results": mean_rows(one)} for one in several]
         places = {"report": folder, "leaderboard": leaderboard}
         print_json({name: None if path is None else str(path) for name, path in places.items()} | {"models": models})
     elif sys.stdout.isatty() and text:

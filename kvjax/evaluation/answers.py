@@ -1,27 +1,17 @@
-"""Answers one batch of examples under one policy and marks the answers by exact match."""
+"""Answers one batch of the demo's examples under one policy and marks the answers by exact match."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import Bool, Int
 
+from kvjax.evaluation.tasks.demo import DemoExample
 from kvjax.generate import Stats, generate
 from kvjax.models import Decoder
 from kvjax.policy import Policy
-
-
-class ExampleWithAnswer(Protocol):
-    """A prompt of P tokens and the expected answer of A tokens, both int32 ids."""
-
-    @property
-    def prompt(self) -> Int[np.ndarray, "P"]: ...
-
-    @property
-    def answer(self) -> Int[np.ndarray, "A"]: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +35,7 @@ class MarkedAnswers:
 
 
 def answer(
-    params: Decoder, examples: Sequence[ExampleWithAnswer], policy: Policy, *, end_token: int, new_tokens: int = 32
+    params: Decoder, examples: Sequence[DemoExample], policy: Policy, *, end_token: int, new_tokens: int = 32
 ) -> MarkedAnswers:
     """Answers all examples as one batch with greedy decoding and marks them by exact match.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -141,8 +141,7 @@ class Asker:
         clock, waiting = Clock(), Waiting(self.rows)
         states = [_Answering(batch, {}) for _ in policies]
         for i, column, asks, cache in self._read(batch, policies, clock):
-            kept, shown = fetch(_kept(cache)), _shown(batch, asks, cache)
-            facts = [_facts(kept[row], cache) | shown.get(row, {}) for row in range(len(batch.readings))]
+            facts = _facts(batch, asks, cache)
             read, compiled = (clock.seconds.pop(name, 0.0) for name in ("prefill", "compile"))  # of this policy alone
             states[i].took += Took(read_seconds=read, compile_seconds=compiled)
             group = waiting.add(Turn(i, column, asks, facts), cache)
@@ -184,12 +183,11 @@ class Asker:
             for batch in batches:
                 state = _Open(batch, left=sum(len(reading.asks) for reading in batch.readings))
                 for _, column, asks, cache in self._read(batch, [policy], reading):
-                    kept, shown, turn = fetch(_kept(cache)), _shown(batch, asks, cache), Clock()
-                    names = [_Asked(state, row, column) for row in range(len(batch.readings))]
+                    facts, turn = _facts(batch, asks, cache), Clock()
+                    names = [_Asked(state, row, column, known) for row, known in enumerate(facts)]
                     made = ReadBatch.of(self.params, names=names, clock=turn, **self._options(cache, asks, batch))
-                    for row, name in enumerate(names):
-                        name.facts = _facts(kept[row], cache) | shown.get(row, {})
-                        name.facts["kv_bytes_end"] = made.nbytes // batch.rows
+                    for known in facts:
+                        known["kv_bytes_end"] = made.nbytes // batch.rows
                     state.read_seconds += reading.seconds.pop("prefill", 0.0)
                     state.ask_seconds += turn.seconds["prefill"]
                     state.compile_seconds += reading.seconds.pop("compile", 0.0) + turn.seconds["compile"]
@@ -292,13 +290,16 @@ class _Asked:
     state: _Open
     row: int
     column: int
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any]
 
 
-def _facts(kept: Float[np.ndarray, "L"], cache: KVCache) -> dict[str, Any]:
-    """The fields of an answer that describe its cache before the question."""
-    counts = [round(float(count), 2) for count in kept]
-    return {"kept": counts, "kv_bytes": cache.nbytes // cache.batch_size}
+def _facts(batch: ReadingBatch, asks: Sequence[Ask], cache: KVCache) -> list[dict[str, Any]]:
+    """The fields of an answer that describe its cache before the question, for each prompt of a batch."""
+    kept, shown, size = fetch(_kept(cache)), _shown(batch, asks, cache), cache.nbytes // cache.batch_size
+    return [
+        {"kept": [round(float(count), 2) for count in kept[row]], "kv_bytes": size} | shown.get(row, {})
+        for row in range(len(batch.readings))
+    ]
 
 
 def _shown(batch: ReadingBatch, asks: Sequence[Ask], cache: KVCache) -> dict[int, dict[str, Any]]:

@@ -49,6 +49,11 @@ class Reading:
         return bucket(self.prompt.size)
 
     @property
+    def longest(self) -> tuple[int, int]:
+        """The most tokens that a question has before the compression, and after it."""
+        return max(ask.lead.size for ask in self.asks), max(ask.tail.size for ask in self.asks)
+
+    @property
     def refilled(self) -> bool:
         """Returns whether rows are refilled as the answers end."""
         return self.asks[0].item.refilled
@@ -109,9 +114,7 @@ def batches(made: Sequence[Reading], most: Callable[[Reading], int], multiple: i
     groups: dict[tuple[int, ...], list[Reading]] = {}
     of_size: Counter[int] = Counter()
     for reading in made:
-        lead, tail = (
-            _power_of_two(max(sizes)) for sizes in zip(*((a.lead.size, a.tail.size) for a in reading.asks), strict=True)
-        )
+        lead, tail = map(_power_of_two, reading.longest)
         read_in_two = reading.asks[0].lead.size > 0
         key = (reading.size, read_in_two, lead, tail, len(reading.asks), reading.new_tokens, reading.refilled)
         groups.setdefault(key, []).append(reading)

@@ -153,7 +153,7 @@ class Grid:
     def limited(self, limit: int) -> Grid:
         """The same grid with at most `limit` examples per task and length."""
         tasks = (replace(line, limit=None if line.limit is None else min(line.limit, limit)) for line in self.tasks)
-        return replace(self, limit=limit, tasks=tuple(tasks))
+        return replace(self.but(limit=limit), tasks=tuple(tasks))
 
     def document(self) -> dict[str, Any]:
         """The grid as a JSON object."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.checkpoint import CheckpointError, dtype_named, load_named, locate, read_headers, source_of
+from kvjax.checkpoint import dtype_named, load_named, locate, read_headers, source_of
 from kvjax.checkpoint.folder import DEMO, DOWNLOADED
+from kvjax.checkpoint.named import needed_tokenizer
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal, read_items
 from kvjax.evaluation.planning import RunPlan
@@ -32,15 +33,8 @@ def plan_run(grid: Grid, only: Sequence[str] | None = None) -> RunPlan:
     """
     path, dtype = _path(grid), dtype_named(grid.dtype)
     source = source_of(locate(path, [name for name in DOWNLOADED if "safetensors" not in name]))
-    config = source.config()
-    problems: list[str] = []
-    tokenizer = source.tokenizer(problems)
-    if problems:
-        raise CheckpointError(path, problems)
-    if tokenizer is None:
-        raise ValueError(f"{path} has no tokenizer: expected a checkpoint with a tokenizer")
-    dtype = dtype or read_headers(source).dtype
-    return plan_for(grid, tokenizer, config, dtype, only)
+    config, tokenizer = source.config(), needed_tokenizer(source, path)
+    return plan_for(grid, tokenizer, config, dtype or read_headers(source).dtype, only)
 
 
 def plan_for(

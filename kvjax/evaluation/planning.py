@@ -183,7 +183,7 @@ class RunPlan:
         several questions use the prefill before the compression. Values of latents lie beside keys in full layers only
         if a policy changes entries.
         """
-        lead, tail = (max(sizes) for sizes in zip(*((a.lead.size, a.tail.size) for a in reading.asks), strict=True))
+        lead, tail = reading.longest
         length, new = reading.prompt.size + lead, reading.new_tokens + tail
 
         def kept(policy: Policy, new_tokens: int) -> int:
@@ -214,12 +214,9 @@ class RunPlan:
 
         return tuple(map(planned, self.grid.cells()))
 
-    def order(self) -> Iterator[Key]:
-        """The keys of the lines of the results file, in its order."""
-        yield from map(key_of, self.errors())
-        for planned in self.cells:
-            for batch in planned.batches:
-                yield from keys_of(planned.cell, batch.readings)
+    def keys(self) -> list[Key]:
+        """The keys of all answers, in the order of the results file, where those of `errors` precede them."""
+        return [key for each in self.cells for batch in each.batches for key in keys_of(each.cell, batch.readings)]
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import BinaryIO, Protocol, TypeAlias
 from kvjax.evaluation.entries import Cell
 from kvjax.evaluation.header import check_results, write_header
 from kvjax.evaluation.lines import Key, Line, encoded, key_of, read_timing
-from kvjax.evaluation.planning import RunPlan, keys_of, sentence
+from kvjax.evaluation.planning import RunPlan, sentence
 from kvjax.evaluation.records import RESULTS, TIMINGS, Records, repaired
 from kvjax.evaluation.sweeping import Answering, Part, Say, Sweeping, Task
 
@@ -81,10 +81,8 @@ def record(plan: RunPlan, work: Work, out: Path, watch: Watch | None = None) -> 
     check_results(out)
     with Records(out / RESULTS, watch.say) as records, _timings(out / TIMINGS, watch.say) as timings:
         write_header(plan, out)
-        cells = [planned for planned in plan.cells if planned.error is None]
-        refused, failed = plan.errors(), dict[Key, Line]()
+        refused, failed, planned = plan.errors(), dict[Key, Line](), plan.keys()
         records.append(refused)
-        planned = [key for one in cells for batch in one.batches for key in keys_of(one.cell, batch.readings)]
         before = sum(key in records for key in planned)
         watch.begin(len(planned) - before)
         tasks = [
@@ -100,7 +98,7 @@ def record(plan: RunPlan, work: Work, out: Path, watch: Watch | None = None) -> 
                 timings.write(encoded(part.timing))
                 timings.flush()
             watch.advance(new)
-        records.finish(plan.order())
+        records.finish([*map(key_of, refused), *planned])
         after = sum(key in records for key in planned)
     return Summary(after, len(planned), after - before, tuple(map(sentence, [*refused, *failed.values()])))
 

@@ -15,9 +15,7 @@ from kvjax.runtime.gpu_flags import set_gpu_flags
 
 def load_asker(plan: RunPlan) -> Asker:
     """The model of a plan, ready to answer. Raises ValueError if it cannot be loaded."""
-    grid = plan.grid
-    params, tokenizer = load_model(grid)
-    return Asker.of(grid, params, tokenizer)
+    return Asker.of(plan.grid, *load_model(plan.grid))
 
 
 class Worker:

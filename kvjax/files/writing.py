@@ -41,8 +41,11 @@ def check_file(path: Path, overwrite: bool, argument: str = OVERWRITE) -> None:
         argument: what the user sets to overwrite it, for the message.
 
     Raises:
-        ValueError: the file exists and `overwrite` is False, or there is something else of that name.
+        ValueError: the file exists and `overwrite` is False, there is something else of that name, or its folder does
+            not exist.
     """
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: {path.parent} is not a folder; expected a file in an existing folder")
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no regular file: expected a file")
     if path.exists() and not overwrite:

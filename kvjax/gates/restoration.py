@@ -74,7 +74,7 @@ def restoration(
     policy = policies.restorekv(policies.parse(base), tokens)
     check_suits(policy, config, 1)
     layers, lengths = range(config.num_layers), jnp.array([context])
-    if policy.merge.effects.at_prompt or policy.merge.effects.at_steps:
+    if policy.merge.effects.merges:
         raise ValueError(f"base={base} merges entries, which training does not: expected a policy that drops them")
     if all(int(policy.capacity(i, lengths, len(layers))[0]) >= context for i in layers):
         raise ValueError(f"base={base} retains every entry of {context} tokens: expected a smaller budget")

@@ -20,7 +20,7 @@ from kvjax.attend import RoomMaker, expired, finished, met_keys
 from kvjax.cache import Entries, Layers, Segments, Slots
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.policy import PLAIN, Moment, Policy
+from kvjax.policy import PLAIN, Moment
 from kvjax.reading.allocate import allocate, pool_rows
 from kvjax.reading.beside import Beside, with_learned
 from kvjax.reading.room import plan_read
@@ -29,12 +29,6 @@ NOWHERE = -1
 """Stands for the position of an entry that was dropped."""
 SEVERAL = -2
 """Stands for the positions of several entries, between which a value was divided."""
-
-
-def merges(policy: Policy) -> bool:
-    """Returns whether entries go into other entries under a policy."""
-    effects = policy.merge.effects
-    return effects.at_prompt or effects.at_steps
 
 
 def into_at_prompt(params: Decoder, full: KVCache) -> Any:

@@ -23,7 +23,7 @@ from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.modes import own_modes
 from kvjax.runtime.progress import tell
 
-from .merging import NOWHERE, into_at_prompt, into_at_step, merges
+from .merging import NOWHERE, into_at_prompt, into_at_step
 
 ABSENT = -1
 """Stands for the steps of a head that a layer does not have."""
@@ -106,7 +106,7 @@ def record(
     if len(request.batch.lengths) != 1:
         raise ValueError(f"the prompt has {len(request.batch.lengths)} rows: expected one row")
     length = int(request.batch.lengths[0])
-    follows, whereabouts = merges(request.cache.policy), []
+    follows, whereabouts = request.cache.policy.merge.effects.merges, []
     if follows:
         _, uncompressed = read_request(params, replace(request, room=0, compress="never"))
         tokens, lengths = map(uncompressed.put_rows, (request.batch.tokens, request.batch.lengths))

@@ -185,8 +185,7 @@ def attention_matching(
     """
     check_kind("base", base, Policy)
     check_kind("merge", merge, FittedEntries)
-    effects = base.merge.effects
-    if effects.at_prompt or effects.at_steps:
+    if base.merge.effects.merges:
         raise ValueError(
             f"its base already merges entries, by {type(base.merge).__name__}; choose a base that merges nothing"
         )

@@ -107,7 +107,7 @@ def merging(base: Policy = SNAPKV, threshold: float = 0.0, fraction: float = 1.0
         ValueError: for a value that is not accepted, and a base that merges entries itself or places keys anew.
     """
     check_kind("base", base, Policy)
-    if base.merge.effects.at_prompt or base.merge.effects.at_steps:
+    if base.merge.effects.merges:
         raise ValueError(
             f"its base merges entries itself, by {type(base.merge).__name__}; choose a base that drops what it does "
             "not retain"

@@ -34,6 +34,11 @@ class Effects:
     keys: bool = False
     bias: bool = False
 
+    @property
+    def merges(self) -> bool:
+        """Tells whether entries go into others, of a prompt or while decoding."""
+        return self.at_prompt or self.at_steps
+
 
 @dataclass(frozen=True)
 class Merge(Part):

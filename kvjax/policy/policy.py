@@ -161,7 +161,7 @@ class Policy:
     def changes_entries(self) -> bool:
         """Tells whether keys or values change once they are cached, so that neither follows from the other."""
         effects = self.merge.effects
-        return effects.at_prompt or effects.at_steps or effects.keys or self.storage.newest is not None
+        return effects.merges or effects.keys or self.storage.newest is not None
 
     @property
     def ignores_size(self) -> bool:

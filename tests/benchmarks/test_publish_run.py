@@ -55,7 +55,7 @@ def test_reports_are_those_of_the_run(run: Path, tmp_path: Path) -> None:
         assert theirs.cells[name].timings == cell.timings
         for column in ours.columns:
             assert theirs.cells[name].scores(column) == cell.scores(column)
-    boards = [leaderboard.board(read_results([folder]), [folder], ()) for folder in (run, tmp_path / "out")]
+    boards = [leaderboard.board(read_results([folder])) for folder in (run, tmp_path / "out")]
     means = [[cell["mean"] for cell in board["cells"]] for board in boards]
     assert means[0] == means[1]
     (joined,) = read_results([tmp_path / "out", run])  # the same model, wherever somebody's home is

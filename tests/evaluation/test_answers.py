@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +12,8 @@ from flax import nnx
 import kvjax
 from kvjax.evaluation.answers import answer
 from kvjax.evaluation.picture import accuracy_by_budget
+from kvjax.evaluation.tasks.demo import DemoExample
 from kvjax.models import Decoder, DecoderConfig, Rope
-
-
-@dataclass(frozen=True)
-class Example:
-    prompt: np.ndarray
-    answer: np.ndarray
 
 
 @pytest.mark.long
@@ -30,7 +25,7 @@ def test_an_answer_is_right_if_it_is_whole_and_ends() -> None:
     firsts = [i for i in range(1, 16) if written[i] not in written[:i]]
     assert firsts, "the model repeats one token; another seed is needed"
     length = firsts[-1]  # the answer ends at the first occurrence of this token
-    right = Example(prompt, written[:length])
+    right = DemoExample(prompt[:-1], prompt[-1:], written[:length])
     wrong = replace(right, answer=np.where(np.arange(length) == 0, -1, written[:length]))
     short, long = replace(right, answer=written[: length - 1]), replace(right, answer=written[: length + 1])
     examples, end = [right, wrong, short, long], int(written[length])

@@ -120,7 +120,7 @@ def reported(folder: Path, out: Path | None) -> str | None:
     """The message of the error of a report; None if there is none."""
     try:
         found = read_results([folder])
-        leaderboard.page(leaderboard.board(found, [folder]))
+        leaderboard.page(leaderboard.board(found))
         if out is not None:
             page.write(out, found, (), lambda said: None)
     except ValueError as error:

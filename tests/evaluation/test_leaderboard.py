@@ -37,7 +37,7 @@ def made(folder: Path, marks: Marks = FOUR, **facts: Any) -> dict[str, Any]:
 
 
 def of(folders: list[Path], *published: Any) -> dict[str, Any]:
-    return json.loads(json.dumps(board(read_results(folders), folders, published), allow_nan=False))
+    return json.loads(json.dumps(board(read_results(folders), published), allow_nan=False))
 
 
 def by_name(found: dict[str, Any]) -> dict[tuple[str, Any], dict[str, Any]]:

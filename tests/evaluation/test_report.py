@@ -220,6 +220,11 @@ def test_the_share_of_a_full_cache_counts_the_answers_that_both_gave(tmp_path: P
     assert tables.costs(alone, "after").rows[0][4] == ""
 
 
+def test_a_full_cache_that_reserves_nothing_has_no_share(tmp_path: Path) -> None:
+    (found,) = read_results([write(tmp_path / "run", kv_bytes_end=0)])
+    assert {row[4] for row in tables.costs(found, "after").rows} == {""}
+
+
 def test_kvcompose_tables_have_a_column_for_each_setting_and_model(tmp_path: Path) -> None:
     folders = [write(tmp_path / "a"), write(tmp_path / "b", question="before"), write(tmp_path / "c", model="other")]
     loose, strict, areas = tables.robustness(read_results(folders))

@@ -226,6 +226,8 @@ def test_a_file_that_exists_is_refused(tmp_path: Path) -> None:
         check_file(path, False, "--overwrite")
     with pytest.raises(ValueError, match="is no regular file"):
         check_file(tmp_path, overwrite=True)
+    with pytest.raises(ValueError, match="/no is not a folder; expected a file in an existing folder"):
+        check_file(tmp_path / "no" / "page.html", overwrite=True)
 
 
 def test_what_is_in_the_way_is_named_before_anything_changes(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def kind(policy: Policy, *, changes_another: bool) -> str:
     needs = policy.score.needs
     if changes_another:
         return KINDS[6]
-    if _merges(policy):
+    if policy.merge.effects.merges:
         return KINDS[5]
     if rereads(policy):
         return KINDS[4]
@@ -73,7 +73,7 @@ def families(text: str) -> tuple[str, ...]:
     facts = {
         "decoding evicts": policy.every is not None,
         "layers or heads share a budget": policy.allocates,
-        "entries merge": _merges(policy),
+        "entries merge": policy.merge.effects.merges,
         "the prompt is read twice": rereads(policy),
         "trained gates or measured statistics": bool(
             policy.score.needs.gates or policy.score.needs.statistics or policy.learned
@@ -92,7 +92,3 @@ def budget_of(text: str) -> Budget | None:
     except ValueError:
         return None
     return size if is_number(size) else None
-
-
-def _merges(policy: Policy) -> bool:
-    return bool(policy.merge.effects.at_prompt or policy.merge.effects.at_steps)

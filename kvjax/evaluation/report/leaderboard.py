@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from kvjax.evaluation.entries import SETTINGS, Budget
-from kvjax.evaluation.header import read_header
 from kvjax.evaluation.report import beside, escape
 from kvjax.evaluation.report.beside import Published
 from kvjax.evaluation.report.example import example_of
@@ -23,7 +21,6 @@ from kvjax.evaluation.report.repeating import command
 from kvjax.evaluation.report.results import CellName, CellResults, Column, Results
 from kvjax.evaluation.report.statistics import FEWEST, difference, interval
 from kvjax.evaluation.report.tables import MEANING
-from kvjax.files.home import from_home
 from kvjax.files.writing import write_file
 
 PAGE, STYLE = "page.html", "page.css"
@@ -86,26 +83,19 @@ class Cell:
         return round(1 - self.budget, 6) if isinstance(self.budget, float) else None
 
 
-def write(
-    path: str | os.PathLike[str],
-    several: Sequence[Results],
-    runs: Iterable[Path],
-    published: Sequence[Published] = (),
-) -> int:
+def write(path: str | os.PathLike[str], several: Sequence[Results], published: Sequence[Published] = ()) -> int:
     """Writes the leaderboard of runs as one HTML file, and returns its number of cells.
 
     Args:
         path: the file.
-        several: the results of each model, of `read_results(runs)`.
-        runs: the folders of the runs.
+        several: the results of each model.
         published: rows of a published ranking, to be shown beside ours.
 
     Raises:
-        ValueError: a folder has no usable `run.json`.
         OSError: the file cannot be written.
     """
-    made = board(several, runs, published)
-    write_file(Path(path), page(made))
+    made = board(several, published)
+    write_file(path, page(made))
     return len(made["cells"])
 
 
@@ -122,19 +112,15 @@ def page(made: Mapping[str, Any]) -> str:
     return document
 
 
-def board(several: Sequence[Results], runs: Iterable[Path], published: Sequence[Published] = ()) -> dict[str, Any]:
+def board(several: Sequence[Results], published: Sequence[Published] = ()) -> dict[str, Any]:
     """Returns what the page shows, as values of JSON. Scores and shares are in percent."""
-    grids: dict[str, list[Mapping[str, Any]]] = {}
-    for run in runs:
-        grid = read_header(run)["grid"]
-        grids.setdefault(from_home(grid["model"]), []).append(grid)
-    cells = [cell for i, one in enumerate(several) for cell in _cells(i, one, grids.get(one.model, []))]
+    cells = [cell for i, one in enumerate(several) for cell in _cells(i, one)]
     tasks: dict[Benchmark, list[str]] = {}
     for cell in cells:
         known = tasks.setdefault(cell.benchmark, [])
         known += [task for task, _ in cell.columns if task not in known]
     benchmarks = [_benchmark(*benchmark, names) for benchmark, names in tasks.items()]
-    titles = {grid["title"] for some in grids.values() for grid in some} - {""}
+    titles = {grid["title"] for one in several for grid in one.grids} - {""}
     policies = list(dict.fromkeys(cell.name.policy for cell in cells))
     texts = {cell.name.policy: cell.results.lines[0]["text"] for cell in reversed(cells)}
     asked: dict[tuple[Any, ...], Any] = {}
@@ -160,7 +146,7 @@ def board(several: Sequence[Results], runs: Iterable[Path], published: Sequence[
     }
 
 
-def _cells(model: int, results: Results, grids: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
+def _cells(model: int, results: Results) -> Iterator[Cell]:
     """The cells of a model, in the order of its benchmarks and of its runs."""
     found: dict[Benchmark, list[Column]] = {}
     for task, length in results.columns:
@@ -174,7 +160,7 @@ def _cells(model: int, results: Results, grids: Sequence[Mapping[str, Any]]) -> 
         of_benchmark = replace(results, cells=own)
         for name, cell in own.items():
             answered = [column for column in columns if column in cell.by_column]
-            made = [(grid.get("limit") or math.inf, command(grid, name, answered)) for grid in grids]
+            made = [(grid.get("limit") or math.inf, command(grid, name, answered)) for grid in results.grids]
             commands = [(limit, text) for limit, text in made if text is not None]
             _, most = max(commands, key=lambda each: each[0], default=(0, None))
             yield Cell(model, benchmark, tuple(columns), cell, of_benchmark.full(name.question), most)
@@ -201,7 +187,7 @@ def _numbers(cell: Cell, names: Sequence[str], means: Sequence[float]) -> dict[s
         "model": cell.model,
         "question": cell.name.question,
         "budget": cell.budget,
-        "removed": None if cell.removed is None else _percent(cell.removed),
+        "removed": _percent(cell.removed),
         "dropped": _percent(results.compression),
         "full": cell.is_full,
         "text": results.lines[0]["text"],
@@ -212,14 +198,10 @@ def _numbers(cell: Cell, names: Sequence[str], means: Sequence[float]) -> dict[s
         "prompts": sum(len(results.clusters(column)) for column in cell.columns),
         "tasks": [_task(cell, (name, cell.benchmark[1])) for name in names],
         "bytes": round(fmean(line["kv_bytes_end"] for line in results.lines)),
-        "of_full": None if full is None or not _reserves(full) else _percent(results.reserved_of(full)),
+        "of_full": None if full is None else _percent(results.reserved_of(full)),
         "kept": [round(layer, 1) for layer in layers],
         "command": cell.command,
     }
-
-
-def _reserves(full: CellResults) -> bool:
-    return all(line["kv_bytes_end"] for line in full.lines)
 
 
 def _task(cell: Cell, column: Column) -> list[float | int | None] | None:

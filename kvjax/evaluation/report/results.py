@@ -55,9 +55,7 @@ class CellResults:
             return {}
         given = [line["scores"] for line in lines]
         task = registry.TASKS.get(column[0])
-        if task is not None:
-            return task.overall(given)
-        return mean_scores(given)
+        return mean_scores(given) if task is None else task.overall(given)
 
     def headline(self, column: Column) -> float | None:
         """The first score of a task; None without answers."""
@@ -74,10 +72,14 @@ class CellResults:
         return float(np.mean([1 - np.mean(line["kept"]) / line["compressed_tokens"] for line in self.lines]))
 
     def reserved_of(self, full: CellResults) -> float | None:
-        """The bytes that the cache reserves, as a share of those of the full cache, over the answers that both gave."""
+        """The bytes that the cache reserves, as a share of those of the full cache, over the answers that both gave.
+
+        None if there are no such answers, or if the full cache reserves nothing for them.
+        """
         bytes_of = {asked_by(line): line["kv_bytes_end"] for line in full.lines}
         both = [(line["kv_bytes_end"], bytes_of[asked_by(line)]) for line in self.lines if asked_by(line) in bytes_of]
-        return sum(ours for ours, _ in both) / sum(theirs for _, theirs in both) if both else None
+        theirs = sum(size for _, size in both)
+        return sum(size for size, _ in both) / theirs if theirs else None
 
     def clusters(self, column: Column) -> dict[str, Float[np.ndarray, "2"]]:
         """The sum and the number of the headline scores of each example, by its id.
@@ -103,6 +105,7 @@ class Results:
         cells: the cells by name, in the order of the runs' policies.
         errors: the number of answers that are missing because of errors.
         dropped: the policies that have answers, but are in no grid of the runs any more.
+        grids: the grids of the runs, as `run.json` has them.
         prompts: the texts of the tokens of some prompts, as `read_prompts` returns them.
     """
 
@@ -112,6 +115,7 @@ class Results:
     cells: Mapping[CellName, CellResults]
     errors: int
     dropped: tuple[str, ...] = ()
+    grids: tuple[Mapping[str, Any], ...] = ()
     prompts: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
 
     @cached_property
@@ -175,7 +179,7 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Res
         return [line for path in paths for line in read_lines(path, parse)]
 
     lines = {key_of(line): line for line in read("results", read_answer)}
-    header = runs[0][1]
+    header, grids = runs[0][1], tuple(run["grid"] for _, run in runs)
     place = {label: i for i, label in enumerate(dict.fromkeys(label for _, run in runs for label in labels(run)))}
     by_cell: dict[CellName, tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
     for line in lines.values():
@@ -192,10 +196,11 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Res
     cells = {name: CellResults(name, *map(tuple, by_cell[name])) for name in names}
     errors = sum("error" in line for line in lines.values())
     prompts = {key: pieces for folder, _ in runs for key, pieces in read_prompts(folder).items()}
-    return Results(model, header["grid"]["title"], header["model"], cells, errors, dropped, prompts)
+    return Results(model, grids[0]["title"], header["model"], cells, errors, dropped, grids, prompts)
 
 
 def asked_by(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The fields of a line that identify its question."""
     return tuple(line[name] for name in ASKED)
 
 

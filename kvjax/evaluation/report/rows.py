@@ -10,9 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from kvjax.checks import installs
-from kvjax.evaluation.lines import ASKED
 from kvjax.evaluation.report import escape
-from kvjax.evaluation.report.results import CellResults, Results
+from kvjax.evaluation.report.results import CellResults, Results, asked_by
 from kvjax.files.writing import new_file
 
 COLUMNS = {  # in this order
@@ -48,7 +47,7 @@ def rows(*several: Results) -> Iterator[dict[str, Any]]:
     for results in several:
         for cell in results.cells.values():
             seconds = _seconds(cell)
-            yield from (_row(results.model, line, seconds.get(_key(line))) for line in cell.lines)
+            yield from (_row(results.model, line, seconds.get(asked_by(line))) for line in cell.lines)
 
 
 def _row(model: str, line: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
@@ -76,10 +75,6 @@ def _row(model: str, line: Mapping[str, Any], seconds: float | None) -> dict[str
         "seconds": seconds,
         "generated_tokens": len(line["tokens"]),
     }
-
-
-def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(line[name] for name in ASKED)
 
 
 def _seconds(cell: CellResults) -> dict[tuple[Any, ...], float]:

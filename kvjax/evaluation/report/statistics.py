@@ -40,17 +40,16 @@ class Point(NamedTuple):
     accuracy: Interval
 
 
-def bootstrap(clusters: Sequence[Float[np.ndarray, "N 2"]], draws: int = DRAWS) -> Float[np.ndarray, "R"]:
-    """Means of R resampled data sets. Examples of each task are drawn with replacement; task means are averaged.
+def bootstrap(clusters: Sequence[Float[np.ndarray, "N 2"]]) -> Float[np.ndarray, "R"]:
+    """Means of R = DRAWS resampled sets. Examples of each task are drawn with replacement; task means are averaged.
 
     Args:
         clusters: for each task, one row per example with the sum and the number of its answers' scores.
-        draws: the number R of resampled data sets.
     """
     rng = np.random.default_rng(0)
-    means = np.zeros(draws)
+    means = np.zeros(DRAWS)
     for rows in clusters:
-        drawn = rows[rng.integers(len(rows), size=(draws, len(rows)))].sum(axis=1)
+        drawn = rows[rng.integers(len(rows), size=(DRAWS, len(rows)))].sum(axis=1)
         means += drawn[:, 0] / drawn[:, 1] / len(clusters)
     return means
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from kvjax.evaluation.report.results import CellResults, Column, Results
 from kvjax.evaluation.report.statistics import FEWEST, area, curve, difference, interval, largest_compression
 
 TOLERANCES = (0.2, 0.1)
+MEANS = ("policy", "budget", "question", "task", "length", "mean", "low", "high", "n")
 MEANING = {"after": "question unknown while compressing", "before": "question seen while compressing"}
 
 
@@ -67,20 +69,6 @@ class Table:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([map(escape.csv, row) for row in (self.headings, *self.rows)])
         return text.getvalue()
-
-    def records(self) -> list[dict[str, float | int | str | None]]:
-        """Returns the rows as objects. A cell is a number if it stands for one, and None if it is empty."""
-
-        def value(cell: str) -> float | int | str | None:
-            return (
-                int(cell)
-                if cell.isdecimal()
-                else number
-                if (number := escape.number(cell)) is not None
-                else cell or None
-            )
-
-        return [dict(zip(self.headings, map(value, row), strict=True)) for row in self.rows]
 
     def latex(self) -> str:
         """The table as a LaTeX table environment, which needs the package booktabs."""
@@ -163,25 +151,25 @@ def averages(results: Results, question: str) -> Table:
     )
 
 
-def means(results: Results) -> Table:
+def mean_rows(results: Results) -> list[dict[str, Any]]:
     """One row per cell and task, and plain numbers: what programs read. Scores are in percent, as in all tables.
 
     The interval is that of `averages`, for one task; `n` is the number of examples that it draws.
     """
     rows = []
     for name, cell in results.cells.items():
-        for column in results.columns:
-            found, examples = interval(cell, (column,)), len(cell.clusters(column))
+        for task, length in results.columns:
+            found, examples = interval(cell, ((task, length),)), len(cell.clusters((task, length)))
             if found is not None:
-                numbers = ("" if math.isnan(value) else repr(round(100 * value, 6)) for value in found)
-                about = (name.policy, _plain(name.budget), name.question, column[0], _plain(column[1]))
-                rows.append((*about, *numbers, str(examples)))
-    headings = ("policy", "budget", "question", "task", "length", "mean", "low", "high", "n")
-    return Table("means", "", headings, tuple(rows))
+                values = (None if math.isnan(value) else round(100 * value, 6) for value in found)
+                rows.append(dict(zip(MEANS, (*name, task, length, *values, examples), strict=True)))
+    return rows
 
 
-def _plain(value: Budget | None) -> str:
-    return "" if value is None else f"{value}"
+def means(results: Results) -> Table:
+    """The table of `mean_rows`."""
+    rows = (row.values() for row in mean_rows(results))
+    return Table("means", "", MEANS, tuple(tuple("" if x is None else f"{x}" for x in row) for row in rows))
 
 
 def robustness(several: Sequence[Results]) -> list[Table]:

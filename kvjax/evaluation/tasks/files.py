@@ -104,7 +104,7 @@ class DataFile:
     def read(self, source: Source) -> bytes:
         """The bytes of the file. Raises DataError, which names the file, if it cannot be read."""
         if source.folder is not None:
-            return read(Path(source.folder) / self.path)
+            return read(source.folder / self.path)
         if not self.repository:
             raise DataError(f"{self.path} is not on the hub: expected a folder that holds it (--data)")
         from huggingface_hub import hf_hub_download

@@ -28,7 +28,7 @@ def essays(source: Source) -> str:
     if source.folder is None:
         where = "no folder is given"
     else:
-        found = [path for name in ESSAYS if (path := Path(source.folder) / name).exists()]
+        found = [path for name in ESSAYS if (path := source.folder / name).exists()]
         if found:
             return _essays(found[0])
         where = f"{source.folder} has none of them"

@@ -17,6 +17,7 @@ from .registry import TASKS
 from .task import DataError, Example, Metric, Question, Source, Task
 
 BETWEEN = "\n\n"  # context and question
+NAME = "questions"  # the task of questions that state none
 MOST_NEW = 2**24  # tokens of an answer
 BRIEF = 60  # characters of a value in a message
 
@@ -78,22 +79,19 @@ def read_tasks(path: str | os.PathLike[str], scorer: Metric, new_tokens: int) ->
     return _tasks(asked, scorer, new_tokens, facts)
 
 
-def tasks_of(
-    questions: Sequence[Mapping[str, Any]], scorer: Metric, new_tokens: int, name: str = "questions"
-) -> tuple[OwnTask, ...]:
+def tasks_of(questions: Sequence[Mapping[str, Any]], scorer: Metric, new_tokens: int) -> tuple[OwnTask, ...]:
     """The tasks of a list of mappings, as `read_tasks` makes those of a file. Raises DataError.
 
     Args:
         questions: the lines.
         scorer: marks the answers.
         new_tokens: the largest number of tokens of an answer, for lines that do not state it.
-        name: the name of the task of lines that state none.
     """
     asked = []
     for i, fields in enumerate(questions, 1):
         if not isinstance(fields, Mapping):
-            raise DataError(f"{name}, line {i}: {shown(fields, BRIEF)}: expected a mapping with the fields {_FIELDS}")
-        asked.append(_asked(i, f"{name}, line {i}", fields, name))
+            raise DataError(f"{NAME}, line {i}: {shown(fields, BRIEF)}: expected a mapping with the fields {_FIELDS}")
+        asked.append(_asked(i, f"{NAME}, line {i}", fields, NAME))
     digest = hashlib.sha256(repr(asked).encode()).hexdigest()
     return _tasks(asked, scorer, new_tokens, {"file": None, "sha256": digest})
 

@@ -80,7 +80,8 @@ def view_of(actor: nnx.Module) -> Callable[[], Decoder]:
             f"an actor of type {type(actor).__name__}: expected a KVJaxActor, or one of tunix's {', '.join(FAMILIES)}"
         )
     blank = Blank.of(_config(FAMILIES[found], actor))
-    names = {path: their_name(path) for path in blank.shapes}
+    shapes = blank.shapes
+    names = {path: their_name(path) for path in shapes}
     if unknown := sorted(_arrays(actor).keys() ^ set(names.values())):
         raise ValueError(
             f"{found}: {unknown[0]} and {len(unknown) - 1} other parameters are in one of tunix's model and kvjax's "
@@ -89,8 +90,7 @@ def view_of(actor: nnx.Module) -> Callable[[], Decoder]:
 
     def view() -> Decoder:
         arrays = _arrays(actor)
-        shaped = {path: _shaped(arrays[theirs], blank.shapes[path]) for path, theirs in names.items()}
-        return blank.filled(shaped)
+        return blank.filled({path: arrays[theirs].reshape(shapes[path]) for path, theirs in names.items()})
 
     return view
 
@@ -170,7 +170,3 @@ def their_name(path: str) -> str:
 def _arrays(actor: nnx.Module) -> dict[str, Array]:
     """The arrays of a module by path."""
     return {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(nnx.state(actor))}
-
-
-def _shaped(array: Array, shape: tuple[int, ...]) -> Array:
-    return array if array.shape == shape else array.reshape(shape)

@@ -115,9 +115,9 @@ def test_a_file_without_questions(name: str, content: bytes | None, message: str
 
 
 def test_a_list_of_questions() -> None:
-    (task,) = tasks_of([GOOD, GOOD | {"question": "who ?"}], scorer("f1"), 8, "asked")
-    assert (task.name, task.fixed["file"], task.fixed["scorer"]) == ("asked", None, "f1")
-    (other,) = tasks_of([GOOD], scorer("f1"), 8, "asked")
+    (task,) = tasks_of([GOOD, GOOD | {"question": "who ?"}], scorer("f1"), 8)
+    assert (task.name, task.fixed["file"], task.fixed["scorer"]) == ("questions", None, "f1")
+    (other,) = tasks_of([GOOD], scorer("f1"), 8)
     assert task.fixed["sha256"] != other.fixed["sha256"]
     with pytest.raises(DataError, match="questions, line 2: question=5: expected a text that is not blank"):
         tasks_of([GOOD, GOOD | {"question": 5}], scorer("f1"), 8)

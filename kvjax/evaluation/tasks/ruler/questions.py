@@ -53,7 +53,7 @@ class DocumentQuestions(RulerTask):
         name = f"{self.data}.json"
         if source.folder is None:
             raise DataError(f"{self.name} needs {name}: expected a folder that holds it (--data)")
-        return _library(Path(source.folder) / name, self.data)
+        return _library(source.folder / name, self.data)
 
     def maker(self, source: Source, length: int) -> Maker:
         library = self._library(source)

@@ -65,7 +65,7 @@ class CommonWords(RulerTask):
 
 def english_words(folder: Path | None, needed: int) -> list[str]:
     """RULER's longer list of words, from its file. Raises DataError if the file is missing or has too few words."""
-    path = None if folder is None else Path(folder) / "english_words.json"
+    path = None if folder is None else folder / "english_words.json"
     if path is None or not path.exists():
         where = "no folder is given" if path is None else f"{folder} has none"
         raise DataError(
