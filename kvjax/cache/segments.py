@@ -259,6 +259,7 @@ class Segments(Entries):
         return replace(self, **own)
 
     def within(self, slots: int) -> Segments:
+        """Returns the same with the caller's static bound on the entries of any segment."""
         return replace(self, longest=whole_pages(bucket(slots)))
 
     def plain(self) -> Segments:
