@@ -237,8 +237,7 @@ class _Reading:
         kept = tuple(policy.slots(i, bucket(int(total.max())), layers) for i in range(layers))
         final = policy is not cache.policy
         under = replace(cache, policy=policy, kept=kept)
-        plan = plan_read(under, occupied_slots(cache), new=new, room=0, compress=final, final=final)
-        return End(policy, plan.kept, plan.slots, final, plan.settled)
+        return End(policy, plan_read(under, occupied_slots(cache), new=new, room=0, compress=final, final=final))
 
     def _made(self, end: End, cache: KVCache, lengths: Int[np.ndarray, "B"], layers: Layers) -> KVCache:
         """The cache of the prompt under a policy."""
@@ -247,8 +246,8 @@ class _Reading:
             entries=held_once(layers, self.params.config, end.policy),
             length=cache.length + cache.put_rows(lengths),
             policy=end.policy,
-            kept=end.kept,
-            filled=end.final,
+            kept=end.plan.kept,
+            filled=end.plan.final,
         )
 
     def _allocated(self, policy: Policy, whole: KVCache, replays: dict[Score, Entries]) -> KVCache:
