@@ -81,7 +81,7 @@ def read_to_end(
     groups = _groups(ends)
     rows = {"next_position": cache.put_rows(length), "rope": cache.rope}
     found: dict[End, list[Slots]] = {end: [] for end in ends}
-    read = read_layers(params, cache, cache.put_rows(tokens), cache.put_rows(lengths), plan=None)
+    read = read_layers(params, cache, cache.put_rows(tokens), cache.put_rows(lengths))
     recurrent = []
     for i, (layer, facts, (held, states)) in enumerate(zip(params.layers, facts_of(params.config), read, strict=True)):
         recurrent.append(states)
