@@ -18,7 +18,7 @@ from kvjax.checks import LARGEST, check_type, is_integer, shown
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.policy import Policy, Together
-from kvjax.runtime.memory import check_bytes, device_memory
+from kvjax.runtime.memory import check_bytes, device_memory, tree_bytes
 from kvjax.runtime.modes import own_modes
 
 Compress = Literal["auto", "never", "end", "chunk"]
@@ -112,7 +112,7 @@ def check_fits(cache: KVCache, size: Sequence[int]) -> None:
     if most is None or sum(size) * per_slot <= most:
         return
     entries = jax.eval_shape(lambda: cache.entries.grow(tuple(size)))
-    check_bytes("the cache", sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entries)) // devices, most)
+    check_bytes("the cache", tree_bytes(entries) // devices, most)
 
 
 @jax.jit
