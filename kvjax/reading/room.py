@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from kvjax.attend import ReadPlan
 from kvjax.cache import UNLIMITED, Entries, Usage, bucket
@@ -176,11 +176,6 @@ def check_room(cache: KVCache, new: int) -> None:
                 raise ValueError(f"layer {i} has room for {free} tokens, not {new}; {GIVE_ROOM}")
     elif cache.policy.budget.pace is not None and (free := int(np.min(fetch(free_room(cache))))) < new:
         raise ValueError(f"the cache has room for {free} tokens, not {new}; {GIVE_ROOM}")
-
-
-def lacks_room(cache: KVCache, lengths: Int[Array, "B"]) -> Bool[Array, "B"]:
-    """Returns whether a layer or head that grows cannot take the new tokens of a row."""
-    return free_room(cache) < lengths
 
 
 @jax.jit

@@ -126,7 +126,7 @@ class Request:
         # Everything has been checked. From here on programs may be compiled.
         if cache is None:
             size, dtype = batch.tokens.shape[1], params.embed.dtype
-            cache = KVCache.empty(config, policy or policies.full(), jnp.asarray(batch.lengths), size, dtype, mesh)
+            cache = KVCache.empty(config, under, jnp.asarray(batch.lengths), size, dtype, mesh)
         else:
             cache = cache.private() if cache.batch_size == len(rows) else cache.repeated(len(rows))
         limit = 0 if answer is None else int(answer.max_new_tokens)
