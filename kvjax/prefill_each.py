@@ -12,11 +12,11 @@ from jaxtyping import Int
 from kvjax.cache import Entries, Layers, bucket
 from kvjax.checks import LARGEST, check_params, check_type, shown
 from kvjax.kv_cache import KVCache, held_once
-from kvjax.mesh.sharding import MODEL, fetch, mesh_of
+from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.parts import Fixed
 from kvjax.policy import MergesLater, Policy, Score, Texts, Together
-from kvjax.policy.suits import check_attached, check_suits
+from kvjax.policy.suits import check_model
 from kvjax.reading.allocate import allocated
 from kvjax.reading.layers import read
 from kvjax.reading.prompt import Batch
@@ -136,13 +136,6 @@ def reading_policy(policies: Sequence[Policy]) -> Policy:
 def together(policies: Sequence[Policy]) -> Together:
     """The scores of several policies, each once."""
     return Together(tuple(dict.fromkeys(policy.score for policy in policies)))
-
-
-def check_model(policy: Policy, params: Decoder) -> None:
-    """Raises ValueError for a policy that does not fit a model on its devices."""
-    mesh = mesh_of(params)
-    check_suits(policy, params.config, 1 if mesh is None else mesh.shape[MODEL])
-    check_attached(policy, params)
 
 
 def _given(policies: Any) -> list[Policy]:
