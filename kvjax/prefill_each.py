@@ -187,7 +187,7 @@ class _Reading:
     def caches(self) -> Iterator[KVCache]:
         """The compressed caches. Nothing is computed before the first one is asked for."""
         *before, last = self.request.batch.chunks(self.request.chunk)
-        tokens, lengths = last.tokens, last.lengths
+        tokens, lengths = last.arrays
         cache = self._appended(before)
         ends = [self._end(policy, cache, lengths, tokens.shape[1]) for policy in self._ends()]
         entries, recurrent = self._run(
@@ -219,7 +219,7 @@ class _Reading:
         if any(occupied):  # the first chunk of a prompt has no slots to attend to
             cache = grown(cache, size=plan.slots)
         for chunk in chunks:
-            tokens, lengths = map(cache.put_rows, (chunk.tokens, chunk.lengths))
+            tokens, lengths = map(cache.put_rows, chunk.arrays)
             _, cache = self._run(read, self.params, cache, tokens, lengths, plan=plan)
         return cache
 
@@ -257,7 +257,7 @@ class _Reading:
         if score not in replays:
             replays.clear()
             own = replace(made, entries=Layers(tuple(self.together.only(score, layer) for layer in whole.entries)))
-            tokens, lengths = map(made.put_rows, (self.request.batch.tokens, self.request.batch.lengths))
+            tokens, lengths = map(made.put_rows, self.request.batch.arrays)
             replays[score] = self._run(replayed, self.params, own, tokens, lengths, self.texts[policy.score]).entries
         layers = Layers(
             tuple(
