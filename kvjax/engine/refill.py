@@ -147,8 +147,8 @@ class Refill:
         steps: the number of decode steps of all rows.
     """
 
-    def __init__(self, params: Decoder, clock: Clock | None = None) -> None:
-        self.clock = clock or Clock()
+    def __init__(self, params: Decoder) -> None:
+        self.clock = Clock()
         self.steps = 0
         self._leaves, self._tree = jax.tree.flatten(params)
         self._resident: Resident | None = None
