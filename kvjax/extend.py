@@ -18,7 +18,7 @@ from kvjax.policy import Policy
 from kvjax.policy.suits import check_attached
 from kvjax.reading.layers import jitted_step
 from kvjax.reading.prompt import Batch, read_prompt
-from kvjax.reading.room import Compress, check_reading, check_room, lacks_room
+from kvjax.reading.room import Compress, check_reading, check_room, free_room
 from kvjax.runtime.modes import own_modes
 
 
@@ -101,7 +101,7 @@ def _marked(
     """
     wrong = (lengths < 0) | (lengths > columns)
     if cache is not None:
-        wrong |= lacks_room(cache, lengths)
+        wrong |= free_room(cache) < lengths
     return jnp.where(wrong[:, None], jnp.nan, logits)
 
 

@@ -13,7 +13,7 @@ from kvjax.checks import shown
 from kvjax.decoding.each_token import decode_until
 from kvjax.decoding.in_parts import decode_in_parts
 from kvjax.decoding.loop import NOT_FINITE, Decoding, decode, not_finite
-from kvjax.decoding.row_text import RowText, check_fast, stop_strings
+from kvjax.decoding.row_text import RowText, stop_strings
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
@@ -184,8 +184,7 @@ def generate(
             expected.
         FloatingPointError: logits are NaN or infinite. The message names the row and the position.
     """
-    if stops := stop_strings(stop, tokenizer):
-        check_fast(tokenizer)
+    stops = stop_strings(stop, tokenizer)
     answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
     request = Request.of(
         params,

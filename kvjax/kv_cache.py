@@ -21,6 +21,7 @@ from kvjax.mesh.sharding import MODEL, check_batch, fetch, fit_mesh, heads_shard
 from kvjax.models import Decoder, DecoderConfig, RecurrentState
 from kvjax.policy import LayerShape, Policy
 from kvjax.policy.suits import check_attached, check_suits
+from kvjax.runtime.memory import tree_bytes
 from kvjax.runtime.modes import own_modes
 
 STATIC = {"static": True}
@@ -115,7 +116,7 @@ class KVCache:
 
         It is exact for a planned cache too.
         """
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((self.entries, self.recurrent)))
+        return tree_bytes((self.entries, self.recurrent))
 
     @property
     def grows(self) -> tuple[bool, ...]:

@@ -20,6 +20,7 @@ from kvjax.policies import full
 from kvjax.policy import Policy
 from kvjax.reading.allocate import laid_out, pool_rows
 from kvjax.reading.room import plan_read
+from kvjax.runtime.memory import tree_bytes
 from kvjax.runtime.modes import own_modes
 
 Tree = TypeVar("Tree")
@@ -126,7 +127,7 @@ def bytes_per_device(cache: KVCache, config: DecoderConfig, *, data: int = 1, mo
     """
     if data < 1 or cache.batch_size % data:
         raise ValueError(f"data={data} for a batch of {cache.batch_size}: expected a divisor of the batch")
-    states = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.recurrent))
+    states = tree_bytes(cache.recurrent)
     return (cache.nbytes - states) // (data * model // kv_replicas(model, config)) + states // data
 
 

@@ -12,11 +12,11 @@ from jaxtyping import Int
 from kvjax.cache import Entries, Layers, bucket
 from kvjax.checks import LARGEST, check_params, check_type, shown
 from kvjax.kv_cache import KVCache, held_once
-from kvjax.mesh.sharding import MODEL, fetch, mesh_of
+from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.parts import Fixed
 from kvjax.policy import MergesLater, Policy, Score, Texts, Together
-from kvjax.policy.suits import check_attached, check_suits
+from kvjax.policy.suits import check_model
 from kvjax.reading.allocate import allocated
 from kvjax.reading.layers import read
 from kvjax.reading.prompt import Batch
@@ -138,13 +138,6 @@ def together(policies: Sequence[Policy]) -> Together:
     return Together(tuple(dict.fromkeys(policy.score for policy in policies)))
 
 
-def check_model(policy: Policy, params: Decoder) -> None:
-    """Raises ValueError for a policy that does not fit a model on its devices."""
-    mesh = mesh_of(params)
-    check_suits(policy, params.config, 1 if mesh is None else mesh.shape[MODEL])
-    check_attached(policy, params)
-
-
 def _given(policies: Any) -> list[Policy]:
     """The policies, of which each may be a text. Raises ValueError."""
     if isinstance(policies, str) or not isinstance(policies, Sequence):
@@ -194,7 +187,7 @@ class _Reading:
     def caches(self) -> Iterator[KVCache]:
         """The compressed caches. Nothing is computed before the first one is asked for."""
         *before, last = self.request.batch.chunks(self.request.chunk)
-        tokens, lengths = last.tokens, last.lengths
+        tokens, lengths = last.arrays
         cache = self._appended(before)
         ends = [self._end(policy, cache, lengths, tokens.shape[1]) for policy in self._ends()]
         entries, recurrent = self._run(
@@ -226,7 +219,7 @@ class _Reading:
         if any(occupied):  # the first chunk of a prompt has no slots to attend to
             cache = grown(cache, size=plan.slots)
         for chunk in chunks:
-            tokens, lengths = map(cache.put_rows, (chunk.tokens, chunk.lengths))
+            tokens, lengths = map(cache.put_rows, chunk.arrays)
             _, cache = self._run(read, self.params, cache, tokens, lengths, plan=plan)
         return cache
 
@@ -237,8 +230,7 @@ class _Reading:
         kept = tuple(policy.slots(i, bucket(int(total.max())), layers) for i in range(layers))
         final = policy is not cache.policy
         under = replace(cache, policy=policy, kept=kept)
-        plan = plan_read(under, occupied_slots(cache), new=new, room=0, compress=final, final=final)
-        return End(policy, plan.kept, plan.slots, final, plan.settled)
+        return End(policy, plan_read(under, occupied_slots(cache), new=new, room=0, compress=final, final=final))
 
     def _made(self, end: End, cache: KVCache, lengths: Int[np.ndarray, "B"], layers: Layers) -> KVCache:
         """The cache of the prompt under a policy."""
@@ -247,8 +239,8 @@ class _Reading:
             entries=held_once(layers, self.params.config, end.policy),
             length=cache.length + cache.put_rows(lengths),
             policy=end.policy,
-            kept=end.kept,
-            filled=end.final,
+            kept=end.plan.kept,
+            filled=end.plan.final,
         )
 
     def _allocated(self, policy: Policy, whole: KVCache, replays: dict[Score, Entries]) -> KVCache:
@@ -265,7 +257,7 @@ class _Reading:
         if score not in replays:
             replays.clear()
             own = replace(made, entries=Layers(tuple(self.together.only(score, layer) for layer in whole.entries)))
-            tokens, lengths = map(made.put_rows, (self.request.batch.tokens, self.request.batch.lengths))
+            tokens, lengths = map(made.put_rows, self.request.batch.arrays)
             replays[score] = self._run(replayed, self.params, own, tokens, lengths, self.texts[policy.score]).entries
         layers = Layers(
             tuple(

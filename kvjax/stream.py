@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ class Stream(Iterator[Piece]):
 
     def __init__(self, params: Decoder, request: Request, max_new_tokens: int, stops: list[str], tokenizer: Any):
         self.cache: KVCache | None = None
-        self._pieces = _pieces(params, request, max_new_tokens, stops, tokenizer, self._keep)
+        self._pieces = self._read(params, request, max_new_tokens, stops, tokenizer)
 
     @own_modes()
     def __next__(self) -> Piece:
@@ -109,28 +109,19 @@ class Stream(Iterator[Piece]):
         """Ends the stream. The next token is not computed."""
         self._pieces.close()
 
-    def _keep(self, cache: KVCache) -> None:
-        self.cache = cache
-
-
-def _pieces(
-    params: Decoder,
-    request: Request,
-    max_new_tokens: int,
-    stops: list[str],
-    tokenizer: Any,
-    keep: Callable[[KVCache], None],
-) -> Generator[Piece, None, None]:
-    """Yields the pieces. `keep` receives the cache when the last one is yielded or the generator is closed."""
-    logits, filled = read_request(params, request)
-    state = Decoding.begin(request.sampling, filled, size=0, log_probs=False)
-    texts = None if tokenizer is None else [RowText(tokenizer, stops) for _ in request.batch.lengths]
-    for step in decode_each(params, state, logits, max_new_tokens, texts):
-        cache, ends = step.state.cache, not step.active.any()
-        if ends:
-            keep(cache)
-        try:
-            yield Piece(step.tokens, step.text, step.active, cache if ends else None)
-        except GeneratorExit:
-            keep(cache)
-            raise
+    def _read(
+        self, params: Decoder, request: Request, max_new_tokens: int, stops: list[str], tokenizer: Any
+    ) -> Generator[Piece, None, None]:
+        """Yields the pieces, and keeps the cache when the last one is yielded or the generator is closed."""
+        logits, filled = read_request(params, request)
+        state = Decoding.begin(request.sampling, filled, size=0, log_probs=False)
+        texts = None if tokenizer is None else [RowText(tokenizer, stops) for _ in request.batch.lengths]
+        for step in decode_each(params, state, logits, max_new_tokens, texts):
+            cache, ends = step.state.cache, not step.active.any()
+            if ends:
+                self.cache = cache
+            try:
+                yield Piece(step.tokens, step.text, step.active, cache if ends else None)
+            except GeneratorExit:
+                self.cache = cache
+                raise

@@ -345,4 +345,4 @@ def test_marks_are_set_and_looked_for_by_the_same_names() -> None:
 def test_entries_have_few_members() -> None:
     own = {"__len__", "__getitem__", "__iter__"}
     members = {*vars(Entries), *Entries.__annotations__}
-    assert len({name for name in members if name in own or not name.startswith("_")}) <= 26, members
+    assert len({name for name in members if name in own or not name.startswith("_")}) <= 25, members

@@ -28,10 +28,6 @@ class Borrowing:
 
     policy: Policy
 
-    def of_layers(self, first: int, count: int) -> Borrowing:
-        """Returns the same attention for some layers over their own entries."""
-        return self
-
     def __call__(
         self,
         positions: Int[Array, "B"],

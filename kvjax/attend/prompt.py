@@ -43,6 +43,10 @@ class ReadPlan:
         some = slice(first, first + count)
         return replace(self, slots=self.slots[some], kept=self.kept[some], settled=self.settled[some])
 
+    def settles(self, i: int) -> int | None:
+        """Returns the most entries that layer i retains of a prompt if its storage settles; None if it does not."""
+        return self.settled[i] if self.settled else None
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -92,7 +96,6 @@ class Reading:
         ) -> tuple[Float[Array, "B Hq N D"], Any]:
             i = layer.place
             kept, slots = (None, 0) if plan is None else (plan.kept[i], plan.slots[i])
-            settled = plan.settled[i] if plan is not None and plan.settled else None
             moment = Moment(next_position, layer, rope, heads)
             unrotated = q = layer.rope.grown(q, positions)
             forgets = plan is not None and plan.final and kept is None and policy.every is None
@@ -153,7 +156,7 @@ class Reading:
                 held = replace(held, per_slot=per_slot, per_row=per_row)
             if plan is not None:
                 met_by = None if kept is None else met_keys(policy, held, moment)
-                if old.slots and kept is None and settled is None and layer.window is None:  # no entry leaves
+                if old.slots and kept is None and plan.settles(i) is None and layer.window is None:  # no entry leaves
                     # Attention and the score have read the slots behind the barrier, so that they change in place.
                     joined = replace(held, keys=None, values=None)
                     context, old, new, joined = jax.lax.optimization_barrier((context, old, new, joined))
@@ -161,9 +164,7 @@ class Reading:
                     held = held.without_state() if forgets else held
                 else:
                     held = expired(held, moment, lengths > 0)
-                    held = finished(
-                        policy, held, moment, met_by, kept=kept, slots=slots, final=plan.final, settled=settled
-                    )
+                    held = finished(policy, held, moment, met_by, plan, i)
             # Without the barrier XLA may compress all layers at the end, and hold their keys and values until then.
             context, held = jax.lax.optimization_barrier((context, held))
             after = entries.with_layer(i, held)
@@ -173,23 +174,14 @@ class Reading:
 
 
 def finished(
-    policy: Policy,
-    entries: Slots,
-    moment: Moment,
-    met: Float[Array, "B H M D"] | None,
-    *,
-    kept: int | None,
-    slots: int,
-    final: bool,
-    settled: int | None,
+    policy: Policy, entries: Slots, moment: Moment, met: Float[Array, "B H M D"] | None, plan: ReadPlan, i: int
 ) -> Slots:
-    """Returns a layer at the end of a call: compressed to at most `kept` entries unless that is None, in `slots` slots.
+    """Returns layer i at the end of a call: compressed if it is by the plan, and in the slots that it then has.
 
     Args:
         met: as `Policy.compress` takes it.
-        settled: the most entries of a layer whose storage settles, of which only the newest stay in `slots`; None if it
-            does not.
     """
+    kept, slots, settled = plan.kept[i], plan.slots[i], plan.settles(i)
     most = slots if settled is None else settled
     if kept is not None:
         entries = policy.compress(entries, moment, min(kept, most), met)
@@ -197,6 +189,6 @@ def finished(
         entries = entries.gather(compact(entries.positions >= 0, min(most, entries.slots)))
     if settled is not None:
         entries = policy.storage.settle(entries.grow(settled), **moment.layer.logits)
-    if final and policy.every is None:
+    if plan.final and policy.every is None:
         entries = entries.without_state()
     return entries.grow(slots)

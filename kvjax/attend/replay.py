@@ -33,10 +33,6 @@ class Replaying:
     instead: Callable[..., Array] | None = None
     leaves: bool = False
 
-    def of_layers(self, first: int, count: int) -> Replaying:
-        """Returns the same attention for some layers over their own entries."""
-        return self
-
     def __call__(
         self,
         positions: Int[Array, "B W"],

@@ -242,10 +242,6 @@ class Entries(ABC):
     def private(self) -> Self:
         """Returns the same with copies of the arrays that a program may hand through and a later one donates."""
 
-    def within(self, slots: int) -> Self:
-        """Returns the same with the caller's static bound on the entries of any head, if the layout needs one."""
-        return self
-
     @abstractmethod
     def by_head(self, row: int, arrays: Any = None) -> list[list[Any]]:
         """Returns the positions of each head of each layer in one row of the batch; on the host.

@@ -118,13 +118,13 @@ class Segments(Entries):
 
     def take(self, layer: int, first: Int[Array, ""] | int, slots: int, x: Array) -> Array:
         """Takes the rows of `view` from an array [B, P, T, ...]: [B, H, slots, ...], undefined beyond a segment."""
-        lane, page, _ = self._pages_of(layer, first, slots)
+        lane, page, _ = self._pages(layer, first, slots)
         taken = pages(x, lane, page)
         return taken.reshape(*taken.shape[:2], slots, *taken.shape[4:])
 
     def view(self, layer: int, first: Int[Array, ""] | int, slots: int) -> Slots:
         """Returns `slots` rows of each head's segment in a layer, from page `first` on; those beyond it are empty."""
-        take, inside = partial(self.take, layer, first, slots), self._pages_of(layer, first, slots)[2]
+        take, inside = partial(self.take, layer, first, slots), self._pages(layer, first, slots)[2]
         positions = jnp.where(jnp.repeat(inside, PAGE, axis=-1), take(self.positions), -1)
         return Slots(
             keys=jax.tree.map(take, self.keys),
@@ -138,17 +138,8 @@ class Segments(Entries):
         )
 
     def with_layer(self, i: int, layer: Slots) -> Segments:
-        return replace(
-            self.with_entries(self.start[i], self.size[i], layer),
-            used=_put(self.used, i, after_last(layer.positions >= 0)),
-            per_row=_put(self.per_row, i, layer.per_row),
-            merging=_put(self.merging, i, layer.merging),
-        )
-
-    def with_entries(self, start: Int[Array, "B H"], size: Int[Array, "B H"], layer: Slots) -> Segments:
-        """Puts the entries of a layer into the segments that begin at `start` and have `size` rows."""
         entries = layer.grow(whole_pages(layer.slots))
-        put = PutPages(*self._pages(start, size, 0, entries.slots))
+        put = PutPages(*self._pages(i, 0, entries.slots))
         return replace(
             self,
             keys=jax.tree.map(put, self.keys, entries.keys),
@@ -156,11 +147,14 @@ class Segments(Entries):
             positions=put(self.positions, entries.positions),
             bias=jax.tree.map(put, self.bias, entries.bias),
             per_slot=jax.tree.map(put, self.per_slot, jax.tree.map(slots_third, entries.per_slot)),
+            used=_put(self.used, i, after_last(layer.positions >= 0)),
+            per_row=_put(self.per_row, i, layer.per_row),
+            merging=_put(self.merging, i, layer.merging),
         )
 
     def with_state(self, layer: int, first: Int[Array, ""] | int, entries: Slots) -> Segments:
         """Returns the same entries with the score's state of a view that begins at page `first`."""
-        put = PutPages(*self._pages_of(layer, first, entries.slots))
+        put = PutPages(*self._pages(layer, first, entries.slots))
         per_slot = jax.tree.map(put, self.per_slot, jax.tree.map(slots_third, entries.per_slot))
         return replace(self, per_slot=per_slot, per_row=_put(self.per_row, layer, entries.per_row))
 
@@ -259,6 +253,7 @@ class Segments(Entries):
         return replace(self, **own)
 
     def within(self, slots: int) -> Segments:
+        """Returns the same with the caller's static bound on the entries of any segment."""
         return replace(self, longest=whole_pages(bucket(slots)))
 
     def plain(self) -> Segments:
@@ -298,14 +293,9 @@ class Segments(Entries):
             bias=jax.tree.map(move, self.bias),
         )
 
-    def _pages_of(self, layer: int, first: Int[Array, ""] | int, slots: int) -> tuple[Any, Array, Array]:
-        return self._pages(self.start[layer], self.size[layer], first, slots)
-
-    def _pages(
-        self, start: Int[Array, "B H"], size: Int[Array, "B H"], first: Int[Array, ""] | int, slots: int
-    ) -> tuple[Any, Array, Array]:
+    def _pages(self, layer: int, first: Int[Array, ""] | int, slots: int) -> tuple[Any, Array, Array]:
         """Locates slots from page `first` on: (lane [H, 1], page [B, H, n], whether it is in the segment [B, H, n])."""
-        H = self.kv_heads
+        H, start, size = self.kv_heads, self.start[layer], self.size[layer]
         offset = first + jnp.arange(slots // PAGE)
         # Quotients of numbers >= 0: JAX's other form adds operations that XLA compiles for every layer.
         page, count = jax.lax.div(start, PAGE)[..., None] + offset, jax.lax.div(size, PAGE)[..., None]

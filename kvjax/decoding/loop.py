@@ -37,6 +37,7 @@ def not_finite(row: int, position: int) -> FloatingPointError:
     )
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampling:
     """The arguments of sampling beside the logits.
@@ -44,8 +45,8 @@ class Sampling:
     Attributes:
         sampler: draws the tokens: one sampler for all rows, or the settings of each row.
         ends: int32 end tokens of each row; -1 pads rows that have fewer than others.
-        keys: one typed PRNG key per row.
-        seen: marks the tokens of each row's prompt, if the sampler needs them.
+        keys: one typed PRNG key per row. The draw of a token folds in its position.
+        seen: marks the tokens of prompt and answer if the sampler penalises repetition, else None.
         suppressed: the tokens that are never drawn.
     """
 
@@ -53,7 +54,7 @@ class Sampling:
     ends: Int[Any, "B E"]
     keys: Key[Array, "B"]
     seen: Bool[Any, "B V"] | None
-    suppressed: Suppressed = NONE_SUPPRESSED
+    suppressed: Suppressed = field(default=NONE_SUPPRESSED, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -66,22 +67,14 @@ class Answers:
         tokens: int32 ids of the answers, -1 where there is no token yet. T bounds their length.
         lengths: int32, the number of tokens of each answer.
         log_probs: float32 log-probabilities of the tokens under the unmodified model, or None.
-        seen: marks the tokens of prompt and answer if the sampler penalises repetition, else None.
-        keys: one PRNG key per row. The draw of a token folds in its position.
-        ends: int32 end tokens of each row, padded with -1.
-        sampler: draws the tokens: one sampler for all rows, or the settings of each row.
-        suppressed: the tokens that it never draws.
+        sampling: how tokens are drawn.
     """
 
     active: Bool[Array, "B"]
     tokens: Int[Array, "B T"]
     lengths: Int[Array, "B"]
     log_probs: Float[Array, "B T"] | None
-    seen: Bool[Array, "B V"] | None
-    keys: Key[Array, "B"]
-    ends: Int[Array, "B E"]
-    sampler: SamplingMethod | RowSamplers
-    suppressed: Suppressed = field(default=NONE_SUPPRESSED, metadata={"static": True})
+    sampling: Sampling
 
     @classmethod
     def begin(
@@ -96,16 +89,18 @@ class Answers:
         """
         batch = len(sampling.ends)
         data, impl = jax.random.key_data(sampling.keys), jax.random.key_impl(sampling.keys)
+        placed = replace(
+            sampling,
+            ends=put(sampling.ends),
+            keys=jax.random.wrap_key_data(put(data), impl=impl),
+            seen=None if sampling.seen is None else put(sampling.seen),
+        )
         return cls(
             active=put(np.ones(batch, bool)),
             tokens=put(np.full((batch, size), -1, np.int32)),
             lengths=put(np.zeros(batch, np.int32)),
             log_probs=put(np.zeros((batch, size), np.float32)) if log_probs else None,
-            seen=None if sampling.seen is None else put(sampling.seen),
-            keys=jax.random.wrap_key_data(put(data), impl=impl),
-            ends=put(sampling.ends),
-            sampler=sampling.sampler,
-            suppressed=sampling.suppressed,
+            sampling=placed,
         )
 
     def take(
@@ -121,25 +116,26 @@ class Answers:
 
         A row whose logits are not finite ends with the token NOT_FINITE. The host raises when it sees the token.
         """
+        sampling, log_probs = self.sampling, self.log_probs
         finite = jnp.all(jnp.isfinite(logits), axis=1)
-        allowed = suppress(logits, self.suppressed, self.lengths == 0)
+        allowed = suppress(logits, sampling.suppressed, self.lengths == 0)
         allowed = allowed if guides is None else guides(allowed)
-        token = self.sampler(allowed, jax.vmap(jax.random.fold_in)(self.keys, positions), self.seen)
+        token = sampling.sampler(allowed, jax.vmap(jax.random.fold_in)(sampling.keys, positions), sampling.seen)
         token = jnp.where(finite, token, NOT_FINITE)
         rows = jnp.arange(token.shape[0])
         column = jnp.where(self.active, self.lengths, self.tokens.shape[1])
-        log_probs, seen = self.log_probs, self.seen
         if log_probs is not None:
             log_probs = log_probs.at[rows, column].set(log_probability(logits, token), mode="drop")
-        if seen is not None:
-            seen = mark_seen(seen, token[:, None], (self.active & finite)[:, None])
+        if sampling.seen is not None:
+            seen = mark_seen(sampling.seen, token[:, None], (self.active & finite)[:, None])
+            sampling = replace(sampling, seen=seen)
         taken = replace(
             self,
-            active=self.active & finite & ~jnp.any(token[:, None] == self.ends, axis=1),
+            active=self.active & finite & ~jnp.any(token[:, None] == sampling.ends, axis=1),
             tokens=self.tokens.at[rows, column].set(token, mode="drop"),
             lengths=self.lengths + self.active,
             log_probs=log_probs,
-            seen=seen,
+            sampling=sampling,
         )
         return taken, jnp.where(self.active, token, pending)
 

@@ -14,7 +14,7 @@ LONGEST_STOP = 1000  # characters; the text that is held back and searched at ev
 
 
 def stop_strings(stop: str | Sequence[str], tokenizer: Any) -> list[str]:
-    """The strings that end a row. Raises ValueError for others, and without a tokenizer."""
+    """The strings that end a row. Raises ValueError for others, and without a fast tokenizer if there are any."""
     stops: list[Any] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, list | tuple) else [None]
     if not all(isinstance(s, str) and s for s in stops):
         raise ValueError(f"stop={shown(stop)}: expected strings of at least one character")
@@ -38,6 +38,8 @@ def stop_strings(stop: str | Sequence[str], tokenizer: Any) -> list[str]:
                 f"stop={shown(text)} has {shown(never)}, which no token of the tokenizer has: expected text that an "
                 "answer may have"
             )
+    if stops:
+        check_fast(tokenizer)
     return stops
 
 

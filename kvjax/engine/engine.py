@@ -56,6 +56,7 @@ class Engine:
         policy: what caches retain.
         tokenizer: encodes prompts and decodes answers, or None.
         sizes: rows, max_prompt, max_new_tokens, chunk.
+        ends: the end tokens of requests that state none.
         footprint: the bytes that the engine holds on each device.
         steps_at_once: the most steps of one program.
         guided: whether requests may have a `Guide`.
@@ -132,7 +133,7 @@ class Engine:
         config = params.config
         self.params, self.tokenizer = params, tokenizer
         self.policy, self.sizes = plans.policy, plans.sizes
-        self._ends = default_ends(params, tokenizer)
+        self.ends = default_ends(params, tokenizer)
         if (longest := max_prompt + max_new_tokens) > config.max_positions:
             warnings.warn(
                 f"requests may reach position {longest} and the model was trained for {config.max_positions} "
@@ -154,7 +155,7 @@ class Engine:
         size = self.sizes.max_new_tokens + BIASES
         guides = partial(RowGuides.none, vocab_size=config.vocab_size, size=size) if guided else None
         self.guided = guided
-        self._grammars = Grammars(tokenizer, config.vocab_size, self._ends) if guided else None
+        self._grammars = Grammars(tokenizer, config.vocab_size, self.ends) if guided else None
         device = Device(params, plans, example, self._reuse, steps_at_once, guides)
         self._row = device.row
         self.footprint = replace(self.footprint, workspace=device.workspace)
@@ -273,7 +274,7 @@ class Engine:
         """A request that has been checked."""
         if (prefix := options.get("prefix")) is not None and self._reuse.prefixes is None:
             raise ValueError(f"prefix={shown(prefix)}: expected an engine with prefix_memory=")
-        asked = Options(seed=seed, eos=self._ends if eos is None else eos, **options)
+        asked = Options(seed=seed, eos=self.ends if eos is None else eos, **options)
         vocab_size, suppressed = self.params.config.vocab_size, self.params.card.suppressed
         ticket = Ticket.of(prompt, asked, self.sizes, self.tokenizer, vocab_size, suppressed, self._grammars)
         self._reuse.check(ticket.wanted, self._row)
@@ -282,11 +283,6 @@ class Engine:
     def _cancel(self, ticket: Ticket) -> None:
         """Ends a request. By this method a handle keeps its engine, which would close if nobody had it."""
         self._loop.cancel(ticket)
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The end tokens of requests that state none."""
-        return self._ends
 
     def stats(self) -> Stats:
         """Returns what the engine has done until now, and what it holds."""

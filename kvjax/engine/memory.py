@@ -15,6 +15,7 @@ from kvjax.checks import is_integer, shown
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.plan import after_prompt, bytes_per_device, plan_cache
+from kvjax.runtime.memory import tree_bytes
 
 from .plans import Plans
 
@@ -69,9 +70,7 @@ class Footprint:
         sizes, model = plans.sizes, 1 if plans.mesh is None else plans.mesh.size // plans.batch
         planned = planned_row(config, plans)
         cache = bytes_per_device(planned, config, model=model)
-        small = sum(
-            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((planned.length, planned.rope, planned.pending))
-        )
+        small = tree_bytes((planned.length, planned.rope, planned.pending))
         # Tokens and log-probabilities, the tokens seen, end tokens, the key, the sampler, and what ends the answer.
         key = jax.eval_shape(jax.random.key, 0).dtype.itemsize
         answer = 8 * sizes.max_new_tokens + config.vocab_size + 4 * sizes.ends + key + (1 + 5 * 4) + (1 + 4 + 4)
@@ -122,11 +121,6 @@ def planned_row(config: DecoderConfig, plans: Plans) -> KVCache:
     return plan_cache(
         config, plans.policy, batch=1, length=sizes.max_prompt, new_tokens=sizes.max_new_tokens, dtype=dtype
     )
-
-
-def bytes_of_row(config: DecoderConfig, plans: Plans) -> int:
-    """The bytes of the cache of a row with all of its arrays."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(planned_row(config, plans)))
 
 
 def _reading(config: DecoderConfig, plans: Plans, model: int) -> int:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from kvjax import policies
 from kvjax.checks import check_params, check_size
 from kvjax.decoding.row_text import check_fast
-from kvjax.mesh.sharding import MODEL, check_batch, mesh_of, platform_of
+from kvjax.mesh.sharding import check_batch, mesh_of, platform_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy
-from kvjax.policy.suits import check_attached, check_suits
+from kvjax.policy.suits import check_model
 from kvjax.request.ends import default_ends
 from kvjax.request.request import as_policy, check_tokenizer, texts_of
 
@@ -53,7 +53,6 @@ def plans_of(
     if mesh is not None:
         check_hosts(mesh)
     check_batch(rows, mesh)
-    check_attached(chosen, params)
-    check_suits(chosen, config, 1 if mesh is None else mesh.shape[MODEL])
+    check_model(chosen, params)
     dtype, keeps = jnp.dtype(params.embed.dtype), conversation_memory is not None
     return Plans.of(config, chosen, sizes, dtype, mesh, texts, keeps=keeps)

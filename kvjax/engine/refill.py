@@ -27,7 +27,7 @@ from jaxtyping import Array, Int, Int32
 from kvjax.cache import Layers
 from kvjax.checks import LARGEST
 from kvjax.decoding.loop import NOT_FINITE, Decoding, not_finite, take
-from kvjax.decoding.row_text import RowText, check_fast, stop_strings
+from kvjax.decoding.row_text import RowText, stop_strings
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
@@ -118,8 +118,6 @@ class ReadBatch:
             ValueError: for any argument that is not accepted, before anything is compiled.
         """
         stops = stop_strings(stop, tokenizer)
-        if stops:
-            check_fast(tokenizer)
         answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
         request = Request.of(
             params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, answer=answer
@@ -149,8 +147,8 @@ class Refill:
         steps: the number of decode steps of all rows.
     """
 
-    def __init__(self, params: Decoder, clock: Clock | None = None) -> None:
-        self.clock = clock or Clock()
+    def __init__(self, params: Decoder) -> None:
+        self.clock = Clock()
         self.steps = 0
         self._leaves, self._tree = jax.tree.flatten(params)
         self._resident: Resident | None = None

@@ -17,8 +17,9 @@ from kvjax.checks import shown
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
+from kvjax.runtime.memory import tree_bytes
 
-from .memory import bytes_of, bytes_of_row
+from .memory import bytes_of, planned_row
 from .plans import Plans
 from .stats import StoreCounts
 from .stored import CacheStore, Stored
@@ -93,7 +94,8 @@ class Reuse:
         if prefix_folder is not None and plans.on_hosts:
             raise ValueError("prefix_folder on the devices of several processes: expected prefix_memory alone")
         if conversation_memory is not None:
-            memory, row = bytes_of(conversation_memory, "conversation_memory"), bytes_of_row(params.config, plans)
+            memory = bytes_of(conversation_memory, "conversation_memory")
+            row = tree_bytes(planned_row(params.config, plans))  # with all of its arrays
             if memory < row:
                 raise ValueError(
                     f"conversation_memory={shown(conversation_memory)}: expected at least {row:,} bytes, which one "

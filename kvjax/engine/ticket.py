@@ -21,7 +21,7 @@ from kvjax.models import NONE_SUPPRESSED, Suppressed
 from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens, end_tokens
 from kvjax.request.prompts import Prompt, is_single, rows_of
-from kvjax.request.request import AnswerOptions, check_answer, is_seed
+from kvjax.request.request import check_answer, is_seed
 
 from .guide import Guide, Guided
 from .handle import Feed, Finish, Token, Top
@@ -105,7 +105,7 @@ class Ticket:
             ValueError: for whatever the engine does not accept. The message says what is expected.
         """
         limit = sizes.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
-        check_answer(AnswerOptions(limit, options.sampler))
+        check_answer(options.sampler, limit)
         if limit > sizes.max_new_tokens:
             raise ValueError(f"max_new_tokens={limit}: expected at most the engine's {sizes.max_new_tokens}")
         if not is_seed(options.seed):

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kvjax.models.norm import rms_normed
+
 from .adapters import adapter_shapes
 
 Tensors: TypeAlias = Mapping[str, Array]
@@ -108,7 +110,7 @@ def _fastkvzip(tensors: Tensors, hidden: Float[Array, "B N E"]) -> Float[Array, 
 
 def _normed(x: Float[Array, "... C"], scale: Float[Array, "C"]) -> Float[Array, "... C"]:
     """The root-mean-square norm."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPSILON) * scale.astype(jnp.float32)
+    return rms_normed(x, EPSILON) * scale.astype(jnp.float32)
 
 
 LEARNED = Form(

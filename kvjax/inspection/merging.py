@@ -7,7 +7,7 @@ backward pass gives the weights of all entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attend import RoomMaker, expired, finished, met_keys
+from kvjax.attend import ReadPlan, RoomMaker, expired, finished, met_keys
 from kvjax.cache import Entries, Layers, Segments, Slots
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
@@ -40,18 +40,18 @@ def into_at_prompt(params: Decoder, full: KVCache) -> Any:
     policy = full.policy
     if policy.allocates:
         rows = pool_rows(policy, full.kept, params.config.num_kv_heads, room=0)
-        return _at_prompt(params, full, rows=rows, slots=())
+        return _at_prompt(params, full, rows=rows, plan=None)
     stored = replace(full, policy=replace(policy, storage=PLAIN))
     plan = plan_read(stored, full.entries.bounds, new=0, room=0, compress=True, final=True)
-    return _at_prompt(params, full, rows=0, slots=plan.slots)
+    return _at_prompt(params, full, rows=0, plan=plan)
 
 
-@partial(jax.jit, static_argnames=("rows", "slots"))
-def _at_prompt(params: Decoder, full: KVCache, *, rows: int, slots: tuple[int, ...]) -> Any:
+@partial(jax.jit, static_argnames=("rows", "plan"))
+def _at_prompt(params: Decoder, full: KVCache, *, rows: int, plan: ReadPlan | None) -> Any:
     cache = _plain(full)
-    if cache.policy.allocates:
+    if plan is None:
         return _followed(partial(_allocated, params, rows=rows), cache)
-    return _followed(partial(_compressed, params, slots=slots), cache)
+    return _followed(partial(_compressed, params, plan=plan), cache)
 
 
 def _allocated(params: Decoder, cache: KVCache, *, rows: int) -> KVCache:
@@ -59,13 +59,13 @@ def _allocated(params: Decoder, cache: KVCache, *, rows: int) -> KVCache:
     return allocate(params, paid, Beside.nothing(paid), rows=rows, room=0)
 
 
-def _compressed(params: Decoder, cache: KVCache, *, slots: Sequence[int]) -> KVCache:
+def _compressed(params: Decoder, cache: KVCache, *, plan: ReadPlan) -> KVCache:
     done = []
-    for record, entries, kept, size in zip(params.attention_layers, cache.entries, cache.kept, slots, strict=True):
+    for i, (record, entries) in enumerate(zip(params.attention_layers, cache.entries, strict=True)):
         moment = Moment(cache.length, record, cache.rope)
-        met = None if kept is None else met_keys(cache.policy, entries, moment)
+        met = None if plan.kept[i] is None else met_keys(cache.policy, entries, moment)
         entries = expired(entries, moment, cache.length > 0)
-        done.append(finished(cache.policy, entries, moment, met, kept=kept, slots=size, final=True, settled=None))
+        done.append(finished(cache.policy, entries, moment, met, plan, i))
     return replace(cache, entries=Layers(tuple(done)), filled=True)
 
 

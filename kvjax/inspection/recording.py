@@ -109,7 +109,7 @@ def record(
     follows, whereabouts = request.cache.policy.merge.effects.merges, []
     if follows:
         _, uncompressed = read_request(params, replace(request, room=0, compress="never"))
-        tokens, lengths = map(uncompressed.put_rows, (request.batch.tokens, request.batch.lengths))
+        tokens, lengths = map(uncompressed.put_rows, request.batch.arrays)
         uncompressed = replayed(params, uncompressed, tokens, lengths, request.texts)
         whereabouts.append(_whereabouts(uncompressed, into_at_prompt(params, uncompressed)))
     logits, cache = read_request(params, request)

@@ -126,15 +126,8 @@ def logical_sharding(mesh: Mesh, axes: Sequence[str], shape: Sequence[int]) -> N
             for an axis that is never sharded.
         shape: the size of each axis.
     """
-    model_axes = heads_axes(mesh)
-    rules = {
-        "batch": DATA,
-        "vocab": model_axes,
-        "heads": model_axes,
-        "kv_heads": MODEL,
-        "mlp": model_axes,
-        "experts": model_axes,
-    }
+    cut_alike = dict.fromkeys(("vocab", "heads", "mlp", "experts"), heads_axes(mesh))
+    rules = {"batch": DATA, "kv_heads": MODEL, **cut_alike}
     devices = mesh.size // mesh.shape[DATA]
     spec = [
         None if name == "vocab" and size % devices else rules.get(name) for name, size in zip(axes, shape, strict=True)

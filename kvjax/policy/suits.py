@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.mesh.sharding import MODEL, mesh_of
 from kvjax.models import Decoder, DecoderConfig
 
 from .budget import Budget
@@ -26,6 +27,13 @@ def check_suits(policy: Policy, config: DecoderConfig, devices: int) -> None:
     for heads in kinds:
         policy.budget.check_model(config.num_layers, heads.number)
         check_groups(policy.budget, heads.number, devices)
+
+
+def check_model(policy: Policy, params: Decoder) -> None:
+    """Raises ValueError for a policy that does not fit a model on its devices, or what lies beside its parameters."""
+    mesh = mesh_of(params)
+    check_suits(policy, params.config, 1 if mesh is None else mesh.shape[MODEL])
+    check_attached(policy, params)
 
 
 def check_groups(budget: Budget, kv_heads: int, devices: int) -> None:

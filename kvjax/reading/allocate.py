@@ -50,7 +50,9 @@ def allocated(
     if longest is None:
         pairs = zip(occupied_slots(cache), policy.limits(len(cache.kept)).evicts, strict=True)
         longest = max((held for held, evicts in pairs if evicts), default=0)
-    return replace(cache, entries=cache.entries.within(longest))
+    pool = cache.entries
+    assert isinstance(pool, Segments)
+    return replace(cache, entries=pool.within(longest))
 
 
 def shows_whole_segments(policy: Policy) -> bool:

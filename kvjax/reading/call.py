@@ -29,7 +29,8 @@ class Call:
     doubled: bool = False
 
     def of_layers(self, first: int, count: int) -> Call:
-        """Returns the call of some layers over their own entries."""
+        """Returns the call of some layers over their own entries, of a call of all layers."""
+        assert isinstance(self.attention, Reading | Stepping)  # the others hold nothing for each layer
         return replace(self, attention=self.attention.of_layers(first, count))
 
     def attend(self, **rows: Any) -> Attend:

@@ -160,22 +160,16 @@ def read(
 
 
 def read_layers(
-    params: Decoder,
-    cache: KVCache,
-    tokens: Int[Array, "B N"],
-    lengths: Int[Array, "B"],
-    *,
-    plan: ReadPlan | None,
+    params: Decoder, cache: KVCache, tokens: Int[Array, "B N"], lengths: Int[Array, "B"]
 ) -> Iterator[tuple[Slots, tuple[RecurrentState, ...]]]:
-    """Reads up to N tokens per row into layers of slots, one after another.
+    """Reads up to N tokens per row into layers of slots, one after another, and leaves each as it has attended.
 
     It returns each layer's entries, and the states of the recurrent layers before it.
 
     Args:
         tokens: right-aligned, on the devices of the cache.
-        plan: as `kvjax.attend.Reading` has it.
     """
-    reader = _Reader(params, cache, tokens, lengths, plan=plan, run=run_at_once)
+    reader = _Reader(params, cache, tokens, lengths, plan=None, run=run_at_once)
     for i in range(len(params.layers)):
         part, (states,) = reader.layers(i, cache.entries.of_layers(i, 1))
         yield part.layer(0, 0), states

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kvjax.attend import expired, finished, met_keys, over_layers
+from kvjax.attend import ReadPlan, expired, finished, met_keys, over_layers
 from kvjax.cache import Layers, Slots
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.heads import Heads
@@ -33,33 +33,29 @@ class End:
 
     Attributes:
         policy: the policy.
-        kept: the number of entries that each layer retains at most; None where it retains everything.
-        slots: of each layer.
-        final: whether the layers are compressed; otherwise they stay as they are, with the states of all scores.
-        settled: as `ReadPlan` has it.
+        plan: of the last chunk. Unless it is final, the layers stay as they are, with the states of all scores.
     """
 
     policy: Policy
-    kept: tuple[int | None, ...]
-    slots: tuple[int, ...]
-    final: bool
-    settled: tuple[int | None, ...] = ()
+    plan: ReadPlan
 
     @property
     def alike(self) -> bool:
         """Tells whether all layers end alike, so that one program serves them."""
-        return len(set(zip(self.kept, self.slots, self.settled or self.slots, strict=True))) == 1
+        plan = self.plan
+        return len(set(zip(plan.kept, plan.slots, plan.settled or plan.slots, strict=True))) == 1
 
     def widened(self) -> End:
         """Gives all layers the largest layer's size, if what is retained does not depend on the size."""
-        limits = [most for most in self.kept if most is not None]
-        if not self.policy.ignores_size or len(limits) < len(self.kept) or self.settled:
+        plan, limits = self.plan, [most for most in self.plan.kept if most is not None]
+        if not self.policy.ignores_size or len(limits) < len(plan.kept) or plan.settled:
             return self
-        return replace(self, kept=(max(limits),) * len(limits), slots=(max(self.slots),) * len(limits))
+        wide = replace(plan, kept=(max(limits),) * len(limits), slots=(max(plan.slots),) * len(limits))
+        return End(self.policy, wide)
 
     def of_layer(self, i: int) -> End:
         """Returns the end of one layer."""
-        return replace(self, kept=(self.kept[i],), slots=(self.slots[i],), settled=self.settled[i : i + 1])
+        return End(self.policy, self.plan.of_layers(i, 1))
 
 
 def read_to_end(
@@ -85,7 +81,7 @@ def read_to_end(
     groups = _groups(ends)
     rows = {"next_position": cache.put_rows(length), "rope": cache.rope}
     found: dict[End, list[Slots]] = {end: [] for end in ends}
-    read = read_layers(params, cache, cache.put_rows(tokens), cache.put_rows(lengths), plan=None)
+    read = read_layers(params, cache, cache.put_rows(tokens), cache.put_rows(lengths))
     recurrent = []
     for i, (layer, facts, (held, states)) in enumerate(zip(params.layers, facts_of(params.config), read, strict=True)):
         recurrent.append(states)
@@ -103,8 +99,8 @@ def read_to_end(
             )
             for end, entries in zip(group, compressed, strict=True):
                 found[end].append(entries)
-    each = [(end, Layers(tuple(found[end]))) for end in ends]
-    fitting = [layers if layers.bounds == end.slots else resized(layers, slots=end.slots) for end, layers in each]
+    each = [(end.plan.slots, Layers(tuple(found[end]))) for end in ends]
+    fitting = [layers if layers.bounds == slots else resized(layers, slots=slots) for slots, layers in each]
     return fitting, tuple(recurrent)
 
 
@@ -155,16 +151,15 @@ def _compressed(
     shape = LayerShape(B, heads.whole_groups_of(Hq), H, D, record.output.dtype, record.output.shape[-1])
     found = []
     for p, end in enumerate(ends):
-        (kept,), (slots,), policy = end.kept, end.slots, end.policy
-        settled = end.settled[0] if end.settled else None
+        policy, final, (kept,) = end.policy, end.plan.final, end.plan.kept
         own, capacity = held, jnp.broadcast_to(capacities[:, p, None], (B, H))
-        if end.final and kept is None:
+        if final and kept is None:
             own = replace(held.without_state(), capacity=capacity, storing=held.storing)
-        elif end.final:
+        elif final:
             state = together.only(policy.score, held)
             own = under(policy, state, capacity=capacity, merging=policy.merge.init(shape))
         met = None if kept is None else met_keys(policy, whole, moment)
-        found.append(finished(policy, own, moment, met, kept=kept, slots=slots, final=end.final, settled=settled))
+        found.append(finished(policy, own, moment, met, end.plan, 0))
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from kvjax.attend import ReadPlan
 from kvjax.cache import UNLIMITED, Entries, Usage, bucket
@@ -18,7 +18,7 @@ from kvjax.checks import LARGEST, check_type, is_integer, shown
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.policy import Policy, Together
-from kvjax.runtime.memory import check_bytes, device_memory
+from kvjax.runtime.memory import check_bytes, device_memory, tree_bytes
 from kvjax.runtime.modes import own_modes
 
 Compress = Literal["auto", "never", "end", "chunk"]
@@ -112,7 +112,7 @@ def check_fits(cache: KVCache, size: Sequence[int]) -> None:
     if most is None or sum(size) * per_slot <= most:
         return
     entries = jax.eval_shape(lambda: cache.entries.grow(tuple(size)))
-    check_bytes("the cache", sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entries)) // devices, most)
+    check_bytes("the cache", tree_bytes(entries) // devices, most)
 
 
 @jax.jit
@@ -176,11 +176,6 @@ def check_room(cache: KVCache, new: int) -> None:
                 raise ValueError(f"layer {i} has room for {free} tokens, not {new}; {GIVE_ROOM}")
     elif cache.policy.budget.pace is not None and (free := int(np.min(fetch(free_room(cache))))) < new:
         raise ValueError(f"the cache has room for {free} tokens, not {new}; {GIVE_ROOM}")
-
-
-def lacks_room(cache: KVCache, lengths: Int[Array, "B"]) -> Bool[Array, "B"]:
-    """Returns whether a layer or head that grows cannot take the new tokens of a row."""
-    return free_room(cache) < lengths
 
 
 @jax.jit

@@ -93,7 +93,7 @@ class Request:
         if cache is not None and not isinstance(cache, KVCache):
             raise ValueError(f"cache={shown(cache)}: expected a KVCache or None")
         if answer is not None:
-            check_answer(answer)
+            check_answer(answer.sampler, answer.max_new_tokens)
         check_reading(chunk, compress)
         rows = []
         if prompt is not None:
@@ -126,7 +126,7 @@ class Request:
         # Everything has been checked. From here on programs may be compiled.
         if cache is None:
             size, dtype = batch.tokens.shape[1], params.embed.dtype
-            cache = KVCache.empty(config, policy or policies.full(), jnp.asarray(batch.lengths), size, dtype, mesh)
+            cache = KVCache.empty(config, under, jnp.asarray(batch.lengths), size, dtype, mesh)
         else:
             cache = cache.private() if cache.batch_size == len(rows) else cache.repeated(len(rows))
         limit = 0 if answer is None else int(answer.max_new_tokens)
@@ -221,12 +221,11 @@ def texts_of(policy: Policy, tokenizer: Any, vocab_size: int) -> Texts:
     return texts
 
 
-def check_answer(answer: AnswerOptions) -> None:
+def check_answer(sampler: Any, max_new_tokens: Any) -> None:
     """Raises ValueError for a sampler or a number of tokens that is not accepted."""
-    sampler, limit = answer.sampler, answer.max_new_tokens
     if sampler is not None and not isinstance(sampler, SamplingMethod):
         raise ValueError(f"sampler={shown(sampler)}: expected kvjax.Greedy(), kvjax.Sampler(...) or None")
-    check_size("max_new_tokens", limit)
+    check_size("max_new_tokens", max_new_tokens)
 
 
 def _sampling(answer: AnswerOptions, params: Decoder, tokenizer: Any, rows: Sequence[Int[np.ndarray, "_"]]) -> Sampling:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from kvjax import policies
 from kvjax.evaluation.report import families
 from kvjax.policy import LayerShape, Part, Policy, Score
+from kvjax.runtime.memory import tree_bytes
 from scripts.site import docstrings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,8 +192,8 @@ def _size(parts: list[Any]) -> str:
     """The bytes of what parts lay out for a layer."""
     slots = 64
     states = [_shapes(part, slots) for part in parts]
-    of_slot = sum(_bytes(per_slot) for per_slot, _ in states) / SHAPE.kv_heads / slots
-    of_head = sum(_bytes(per_row) for _, per_row in states) / SHAPE.kv_heads
+    of_slot = sum(tree_bytes(per_slot) for per_slot, _ in states) / SHAPE.kv_heads / slots
+    of_head = sum(tree_bytes(per_row) for _, per_row in states) / SHAPE.kv_heads
     sizes = [f"{of_slot:.3g} B per slot"] * (of_slot > 0) + [f"{of_head:,.0f} B per kv head"] * (of_head > 0)
     return " and ".join(sizes)
 
@@ -202,7 +203,3 @@ def _shapes(part: Any, slots: int) -> tuple[Any, Any]:
     if isinstance(part, Score):
         return jax.eval_shape(partial(part.init, SHAPE, slots))
     return None, jax.eval_shape(partial(part.init, SHAPE))
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -20,7 +20,7 @@ def test_answers_are_placed_with_the_rows_of_a_mesh(tiny: Decoder, impl: str) ->
     keys = jax.random.split(jax.random.key(7, impl=impl), 2)
     sampling = Sampling(kvjax.Greedy(), np.full((2, 1), -1, np.int32), keys, seen=None)
     placed = Answers.begin(sampling, size=8, log_probs=True, put=cache.put_rows)
-    assert jax.random.key_impl(placed.keys) == jax.random.key_impl(keys)
-    np.testing.assert_array_equal(jax.random.key_data(placed.keys), jax.random.key_data(keys))
+    assert jax.random.key_impl(placed.sampling.keys) == jax.random.key_impl(keys)
+    np.testing.assert_array_equal(jax.random.key_data(placed.sampling.keys), jax.random.key_data(keys))
     for array in jax.tree.leaves(placed):
         assert [shard.data.shape[0] for shard in array.addressable_shards] == [1, 1]

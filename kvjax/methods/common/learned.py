@@ -11,18 +11,7 @@ from jaxtyping import Array, Float
 from kvjax.cache import Slots
 from kvjax.gates.forms import FORMS
 from kvjax.methods.adakv import AdaptiveShares
-from kvjax.policy import (
-    AllocatedBudget,
-    Attended,
-    Budget,
-    LayerShape,
-    Moment,
-    Needs,
-    Policy,
-    Protect,
-    Score,
-    check_choice,
-)
+from kvjax.policy import Attended, Budget, LayerShape, Moment, Needs, Policy, Protect, Score, check_choice
 
 from .budgets import budget_of
 from .shares import GlobalShares
@@ -78,15 +67,9 @@ def learned(
     check_choice("level", level, "global", "layer", "head")
     if groups != 1 and level == "head":
         raise ValueError(f"groups={groups} with level='head', where no heads compete: expected groups=1")
-    entries = budget_of(budget)
-    shared: dict[str, AllocatedBudget | Budget] = {"head": entries}
+    entries: Budget = budget_of(budget)
     if level == "global":
-        shared["global"] = GlobalShares(entries, groups)
+        entries = GlobalShares(entries, groups)
     elif level == "layer":
-        shared["layer"] = AdaptiveShares(entries, alpha=0.0, normalise=False, groups=groups)
-    return Policy(
-        score=LearnedScore(gates),
-        budget=shared[level],
-        protect=protect,
-        every=every,
-    )
+        entries = AdaptiveShares(entries, alpha=0.0, normalise=False, groups=groups)
+    return Policy(score=LearnedScore(gates), budget=entries, protect=protect, every=every)
