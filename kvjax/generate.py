@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.checks import shown
+from kvjax.checks import counted, shown
 from kvjax.decoding.each_token import decode_until
 from kvjax.decoding.in_parts import decode_in_parts
 from kvjax.decoding.loop import NOT_FINITE, Decoding, decode, not_finite
@@ -90,9 +90,8 @@ class Generation:
     stats: Stats
 
     def __repr__(self) -> str:
-        rows = len(self.lengths)
         said = "" if self.text is None else f"{shown(self.text, most=60)}, "
-        counts = f"{rows} row{'s' if rows > 1 else ''}, {int(self.lengths.sum()):,} tokens"
+        counts = f"{counted(len(self.lengths), 'row')}, {counted(int(self.lengths.sum()), 'token')}"
         return f"Generation({said}{counts}, {self.cache})"
 
 

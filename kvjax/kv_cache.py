@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import policies
 from kvjax.cache import Entries, FromKeys, Layers, Slots
-from kvjax.checks import bytes_text, check_integers, check_params, check_type, index_of
+from kvjax.checks import bytes_text, check_integers, check_params, check_type, counted, index_of
 from kvjax.mesh.sharding import MODEL, check_batch, fetch, fit_mesh, heads_sharding, mesh_of, place, rows_sharding
 from kvjax.models import Decoder, DecoderConfig, RecurrentState
 from kvjax.policy import LayerShape, Policy
@@ -205,7 +205,7 @@ class KVCache:
         counts = dict.fromkeys(heads.number for heads in self.entries.heads)
         facts = [
             policies.brief(self.policy),
-            f"{batch} row{'s' if batch > 1 else ''}",
+            counted(batch, "row"),
             f"{layers} x {' or '.join(map(str, counts))} heads",
         ]
         if isinstance(self.length, jax.Array) and not isinstance(self.length, jax.core.Tracer):

@@ -15,7 +15,7 @@ from .arguments import (
     is_integer,
 )
 from .extras import installs
-from .shown import bytes_text, cut, did_you_mean, shown, system_error
+from .shown import bytes_text, counted, cut, did_you_mean, shown, system_error
 
 __all__ = [
     "LARGEST",
@@ -27,6 +27,7 @@ __all__ = [
     "check_saved",
     "check_size",
     "check_type",
+    "counted",
     "cut",
     "did_you_mean",
     "dtype_of",

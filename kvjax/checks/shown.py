@@ -49,6 +49,11 @@ _OF_FILES: dict[type[OSError], str] = {
 }
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things as text: '1 row', '1,024 rows'."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def bytes_text(count: float) -> str:
     """A number of bytes as text, in powers of 1000: 12345678 becomes '12.3 MB'."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvjax.checks import bytes_text, installs, shown
+from kvjax.checks import bytes_text, counted, installs, shown
 from kvjax.cli.console import note, print_json, show_warning
 from kvjax.cli.evaluate import INCOMPLETE, refused, run_here, show_errors
 from kvjax.cli.options import AsJson, Chat, Chunk, Dtype, Gates, Mesh, Model, Position, Scorer
@@ -167,8 +167,7 @@ def _show(plan: RunPlan, setting: str, rows: list[Compared], against: str) -> No
 
     console = Console(highlight=False)
     questions, texts = _counts(plan)
-    asked = f"{questions:,} question{'s' if questions > 1 else ''} about {texts:,} text{'s' if texts > 1 else ''}"
-    title = f"{asked}, {MEANING[setting]}"
+    title = f"{counted(questions, 'question')} about {counted(texts, 'text')}, {MEANING[setting]}"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("policy", overflow="fold", min_width=12)
     for name in (f"{score_name(plan)[:12]}, %", f"to {against}"[:16], "cache", "tokens/s"):

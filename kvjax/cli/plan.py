@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 
-from kvjax.checks import bytes_text
+from kvjax.checks import bytes_text, counted
 from kvjax.cli.console import numbers_table, print_json
 from kvjax.cli.costs import footprint_of, recommended
 from kvjax.cli.loading import read_model
@@ -93,9 +93,9 @@ def _show(found: list[dict[str, Any]], row: str, tokens: int, memory: int, of_ea
     console.print(f"{bytes_text(memory)} hold, beside {bytes_text(found[0]['weights'])} of weights, rows of {row}:")
     for one in [found[0]] if best is found[0] else [found[0], best]:
         rows = one["rows"]
-        console.print(f"  {_rows(rows)}, {rows * tokens:,} tokens, under {escape(one['policy'])}")
+        console.print(f"  {counted(rows, 'row')}, {rows * tokens:,} tokens, under {escape(one['policy'])}")
     if of_each is not None:
-        console.print(f"  {_rows(of_each)} under each of these policies, on one server")
+        console.print(f"  {counted(of_each, 'row')} under each of these policies, on one server")
     table = numbers_table(None, "policy", "rows", "per row", "prompt", no_wrap=True)
     table.box, table.pad_edge = SIMPLE_HEAD, False
     for one in found:
@@ -103,7 +103,3 @@ def _show(found: list[dict[str, Any]], row: str, tokens: int, memory: int, of_ea
         table.add_row(escape(one["policy"]), f"{one['rows']:,}", *sizes)
     console.print(table)
     console.print("prompt: what is read at a time; activations of a chunk come on top", style="dim")
-
-
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count:,} rows"

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvjax.checks import bytes_text, installs
+from kvjax.checks import bytes_text, counted, installs
 from kvjax.cli.console import note
 from kvjax.cli.loading import load
 from kvjax.cli.options import ChatTemplate, Dtype, Gates, Mesh, Model, NewTokens
@@ -148,7 +148,7 @@ def serve(
             told = one.engine.warm_up
             cache = one.engine.stats().cache_bytes
             note(
-                f"{one.id}: {told.programs} programs in {told.seconds:.3g} s; {rows} rows reserve "
+                f"{one.id}: {told.programs} programs in {told.seconds:.3g} s; {counted(rows, 'row')} reserve "
                 f"{bytes_text(cache)}, {bytes_text(cache / rows)} per request"
             )
         ending = Ending()

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.checks import is_integer, shown
+from kvjax.checks import counted, is_integer, shown
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.plan import after_prompt, bytes_per_device, plan_cache
@@ -111,7 +111,7 @@ def check_room(footprints: Sequence[Footprint], rows: int, memory: int | None, d
     raise ValueError(
         f"rows={rows}{of} take {whole.total(rows // data):,} bytes per device: {whole.weights:,} of weights, {row} per "
         f"row, {prompt} for the prompt that is read and {workspace} of workspace; expected at most "
-        f"memory={memory:,}, into which {data * whole.rows_within(memory)} rows{of} fit"
+        f"memory={memory:,}, into which {counted(data * whole.rows_within(memory), 'row')}{of} fit"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.checks import shown
+from kvjax.checks import counted, shown
 from kvjax.decoding.grammars import Grammars
 from kvjax.decoding.loop import NOT_FINITE, not_finite
 from kvjax.decoding.row_samplers import RowSamplers
@@ -220,5 +220,7 @@ def _row(name: str, prompt: Prompt, tokenizer: Any, vocab_size: int, **options: 
     """The token ids of a prompt, which must be a single one. The options are those of `rows_of`."""
     rows = rows_of(prompt, tokenizer, vocab_size, **options)
     if not is_single(prompt) or len(rows) != 1:
-        raise ValueError(f"the {name} has {len(rows)} rows: expected one prompt per request, without a batch axis")
+        raise ValueError(
+            f"the {name} has {counted(len(rows), 'row')}: expected one prompt per request, without a batch axis"
+        )
     return rows[0].astype(np.int32)

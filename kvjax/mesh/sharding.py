@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from kvjax.checks import check_params, is_integer, shown
+from kvjax.checks import check_params, counted, is_integer, shown
 from kvjax.models import Decoder, DecoderConfig
 
 DATA, MODEL, REPLICA = "data", "model", "replica"
@@ -202,7 +202,7 @@ def check_batch(rows: int, mesh: Mesh | None) -> None:
     """Raises ValueError if the number of rows is not a multiple of the size of the mesh axis `data`."""
     if mesh is not None and rows % mesh.shape[DATA]:
         raise ValueError(
-            f"a batch of {rows} rows on a mesh of data={mesh.shape[DATA]}: expected multiples of "
+            f"a batch of {counted(rows, 'row')} on a mesh of data={mesh.shape[DATA]}: expected multiples of "
             f"{mesh.shape[DATA]} rows"
         )
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.checks import LARGEST, is_integer, shown
+from kvjax.checks import LARGEST, counted, is_integer, shown
 from kvjax.models import Decoder
 
 EndTokens: TypeAlias = int | Sequence[int] | Sequence[Sequence[int]] | None
@@ -53,7 +53,9 @@ def end_tokens(eos: EndTokens, default: Sequence[int], batch: int) -> Int[np.nda
             f"eos={shown(eos)}: expected a token id in 0 .. {LARGEST}, a list of ids, or a list of ids per row"
         )
     if len(rows) != batch:
-        raise ValueError(f"eos has {len(rows)} rows: expected {batch}, the size of the batch, or ids for all rows")
+        raise ValueError(
+            f"eos has {counted(len(rows), 'row')}: expected {batch}, the size of the batch, or ids for all rows"
+        )
     ends = np.full((batch, max((len(row) for row in rows), default=0)), -1, np.int32)
     for padded, row in zip(ends, rows, strict=True):
         padded[: len(row)] = row

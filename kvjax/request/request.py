@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax import policies
 from kvjax.cache import room_for
-from kvjax.checks import check_params, check_size, is_integer, shown
+from kvjax.checks import check_params, check_size, counted, is_integer, shown
 from kvjax.decoding.loop import Sampling
 from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.extend import check_mesh, check_policy
@@ -204,7 +204,9 @@ def _after_pending(cache: KVCache, rows: list[Int[np.ndarray, "_"]]) -> list[Int
         pending = np.repeat(pending, max(len(rows), 1))
     rows = rows or [np.zeros(0, np.int32)] * len(pending)
     if len(rows) != len(pending):
-        raise ValueError(f"the prompt has {len(rows)} rows: expected {len(pending)}, the number of rows of the cache")
+        raise ValueError(
+            f"the prompt has {counted(len(rows), 'row')}: expected {len(pending)}, the number of rows of the cache"
+        )
     rows = [row if token < 0 else np.concatenate([[token], row]) for token, row in zip(pending, rows, strict=True)]
     if any(row.size == 0 for row in rows):
         raise ValueError("prompt=None and the cache has no pending token: expected a prompt of at least one token")

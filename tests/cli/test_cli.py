@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.checks import bytes_text
+from kvjax.checks import bytes_text, counted
 from kvjax.evaluation import answers
 from kvjax.evaluation.answers import answer
 from tests.cli.commands import PROMPT, kv
@@ -147,6 +147,11 @@ def test_help() -> None:
 )
 def test_bytes_in_words(count: float, text: str) -> None:
     assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 rows"), (1, "1 row"), (1024, "1,024 rows")])
+def test_things_are_counted_as_text(count: int, text: str) -> None:
+    assert counted(count, "row") == text
 
 
 @pytest.mark.long

@@ -115,7 +115,7 @@ def test_generate_on_a_mesh(shallow_model: str) -> None:
     assert one["tokens"] == several["tokens"]
     status, _, stderr = kv(*options, "--mesh", "2x1")
     assert status == 2
-    assert "a batch of 1 rows on a mesh of data=2" in stderr
+    assert "a batch of 1 row on a mesh of data=2" in stderr
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ class Last(SamplingMethod):
         ([], {}, "the prompt is empty"),
         ([1] * 17, {}, "the prompt has 17 tokens: expected at most max_prompt=16"),
         ([[1], [2]], {}, "the prompt has 2 rows: expected one prompt per request"),
-        ([[1]], {}, "the prompt has 1 rows: expected one prompt per request"),
+        ([[1]], {}, "the prompt has 1 row: expected one prompt per request"),
         ([101], {}, r"contains the id 101: expected ids in 0 \.\. 100"),
         (7, {}, "the prompt is of type int"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens=0: expected an integer"),

@@ -171,7 +171,7 @@ def test_caches(fresh: Decoder, document: kvjax.KVCache, compiled: list[str]) ->
             {},
             r"the cache has \(layers, kv heads, head size\) \(1, 2, 8\): the model needs \(1, 2, 12\)",
         ),
-        (fresh, [1, 2], {}, "the prompt has 1 rows: expected 2, the number of rows of the cache"),
+        (fresh, [1, 2], {}, "the prompt has 1 row: expected 2, the number of rows of the cache"),
         (fresh, [[1], [2], [3]], {}, "the prompt has 3 rows: expected 2"),
         (fresh, None, {}, "no pending token: expected a prompt of at least one token"),
         (fresh, None, {"cache": None}, "prompt=None and cache=None: expected a prompt, a cache to continue, or both"),
