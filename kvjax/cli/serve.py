@@ -59,6 +59,10 @@ def serve(
         str | None,
         typer.Option(help="Continue conversations: keep finished requests in so much memory of the host, such as 4GB."),
     ] = None,
+    conversation_device_memory: Annotated[
+        str | None,
+        typer.Option(help="Of these, keep the last used ones in so much memory of each device, such as 1GB."),
+    ] = None,
     chunk: Annotated[int, typer.Option(help="The most tokens that are read between two steps.")] = 512,
     mesh: Mesh = "1x1",
     coordinator: Annotated[
@@ -134,6 +138,7 @@ def serve(
             prefix_memory=prefix_memory,
             prefix_folder=prefix_folder,
             conversation_memory=conversation_memory,
+            conversation_device_memory=conversation_device_memory,
             guided=guided,
         )
     with engines:

@@ -96,16 +96,3 @@ def alone(tokenizer: Any, token: int) -> str:
     backend = tokenizer.backend_tokenizer
     text = backend.decode([token], skip_special_tokens=False)
     return text if text and "\ufffd" not in text else backend.id_to_token(token) or ""
-
-
-def between(tokenizer: Any, first: int, second: int) -> str:
-    """The white space that a tokenizer writes between two tokens, and not before the second one alone.
-
-    There is none beside a special token.
-    """
-    backend = tokenizer.backend_tokenizer
-    if not {first, second}.isdisjoint(special_ids(tokenizer).values()):
-        return ""
-    whole, one, other = (backend.decode(ids, skip_special_tokens=False) for ids in ([first, second], [first], [second]))
-    space = whole[len(one) : len(whole) - len(other)]
-    return space if whole == f"{one}{space}{other}" and space.isspace() else ""

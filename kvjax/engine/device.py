@@ -126,15 +126,17 @@ class Device:
     def keep(self, tokens: Int[np.ndarray, "N"], row: int) -> None:
         """Keeps the cache of a row whose answer has ended, unless there is one that has seen the same tokens.
 
-        The copy to the host goes on while rows advance. At most one row is on its way, so that a device holds no more.
+        It goes to the host, or stays on the devices in the place of another. The copy to the host goes on while rows
+        advance. At most one row is on its way, so that a device holds no more.
         """
         if not self._reuse.keeps(tokens):
             return
         if self._copied is not None:
             self._copied.settle()
-        self._copied = Stored(tokens.size, *self._programs.run("take", self.resident, np.int32(row)))
-        self._copied.start()
-        self._reuse.keep(tokens, self._copied)
+        taken = Stored(tokens.size, *self._programs.run("take", self.resident, np.int32(row)))
+        self._copied = self._reuse.keep(tokens, taken)
+        if self._copied is not None:
+            self._copied.start()
 
     def admit(
         self, read: Read, start: Start, rows: Sequence[int], guides: RowGuides | None = None

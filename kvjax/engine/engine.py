@@ -81,6 +81,7 @@ class Engine:
         prefix_memory: int | str | None = None,
         prefix_folder: str | Path | None = None,
         conversation_memory: int | str | None = None,
+        conversation_device_memory: int | str | None = None,
         guided: bool = False,
         beside: Sequence[Footprint] = (),
     ) -> None:
@@ -108,6 +109,8 @@ class Engine:
             prefix_folder: where prefixes are kept on disk too, for later engines of the same model, policy and sizes.
             conversation_memory: the most bytes on the host of finished requests' caches, in the same form. A request
                 whose prompt continues one of them reads its new tokens alone. None: every prompt is read.
+            conversation_device_memory: the most bytes on each device of those that were used last, in the same form.
+                None: all go to the host.
             guided: whether requests may have a `Guide`. It compiles a second form of two programs, which run only while
                 some row has a guide.
             beside: the footprints of other engines of the same rows and `params` on these devices, which count too.
@@ -129,6 +132,7 @@ class Engine:
             chunk=chunk,
             max_end_tokens=max_end_tokens,
             conversation_memory=conversation_memory,
+            conversation_device_memory=conversation_device_memory,
         )
         config = params.config
         self.params, self.tokenizer = params, tokenizer
@@ -150,6 +154,7 @@ class Engine:
             prefix_memory=prefix_memory,
             prefix_folder=prefix_folder,
             conversation_memory=conversation_memory,
+            conversation_device_memory=conversation_device_memory,
         )
         example = Ticket.of([0], Options(1), self.sizes, None, config.vocab_size, params.card.suppressed)
         size = self.sizes.max_new_tokens + BIASES

@@ -36,6 +36,7 @@ class Engines(Mapping[str, Engine]):
         chunk: int = CHUNK,
         max_end_tokens: int = 8,
         conversation_memory: int | str | None = None,
+        conversation_device_memory: int | str | None = None,
         **options: Any,
     ) -> None:
         """Makes all engines, or none.
@@ -43,7 +44,8 @@ class Engines(Mapping[str, Engine]):
         Args:
             params: the decoder, which all engines share.
             policies: what the caches of each engine retain, as `Engine` takes it.
-            rows, max_prompt, max_new_tokens, tokenizer, chunk, max_end_tokens, conversation_memory: of each engine.
+            rows, max_prompt, max_new_tokens, tokenizer, chunk, max_end_tokens: of each engine.
+            conversation_memory, conversation_device_memory: of each engine.
             options: the other arguments of `Engine`, the same for all.
 
         Raises:
@@ -60,6 +62,7 @@ class Engines(Mapping[str, Engine]):
             "chunk": chunk,
             "max_end_tokens": max_end_tokens,
             "conversation_memory": conversation_memory,
+            "conversation_device_memory": conversation_device_memory,
         }
         plans = {name: plans_of(params, policy, **each) for name, policy in policies.items()}
         if len(plans) > 1 and any(one.on_hosts for one in plans.values()):

@@ -50,7 +50,7 @@ class Footprint:
         weights: of the model.
         row: of each row that the device holds: its cache, and the state of its answer.
         prompt: of the requests whose prompts are read together: their caches before and after compression. And of the
-            row that is copied to the host, if conversations are kept.
+            row that is copied to the host, if conversations are kept, and those that stay on the devices.
         workspace: of the largest program, beside its arguments and results: activations. Compilers decide it, so it is
             known once the programs are compiled, and 0 before that.
     """
@@ -67,14 +67,13 @@ class Footprint:
         Args:
             weights: bytes of the model on each device.
         """
-        sizes, model = plans.sizes, 1 if plans.mesh is None else plans.mesh.size // plans.batch
-        planned = planned_row(config, plans)
-        cache = bytes_per_device(planned, config, model=model)
+        sizes, model = plans.sizes, plans.model
+        planned, cache = planned_row(config, plans), bytes_of_row_per_device(config, plans)
         small = tree_bytes((planned.length, planned.rope, planned.pending))
         # Tokens and log-probabilities, the tokens seen, end tokens, the key, the sampler, and what ends the answer.
         key = jax.eval_shape(jax.random.key, 0).dtype.itemsize
         answer = 8 * sizes.max_new_tokens + config.vocab_size + 4 * sizes.ends + key + (1 + 5 * 4) + (1 + 4 + 4)
-        kept = cache if plans.keeps else 0
+        kept = (1 + caches_on_devices(config, plans)) * cache if plans.keeps else 0
         return cls(weights, cache + small + answer, _reading(config, plans, model) + kept)
 
     def total(self, rows: int) -> int:
@@ -110,7 +109,7 @@ def check_room(footprints: Sequence[Footprint], rows: int, memory: int | None, d
     of = "" if len(footprints) == 1 else f" of each of {len(footprints)} engines"
     raise ValueError(
         f"rows={rows}{of} take {whole.total(rows // data):,} bytes per device: {whole.weights:,} of weights, {row} per "
-        f"row, {prompt} for the prompt that is read and {workspace} of workspace; expected at most "
+        f"row, {prompt} for prompts that are read and conversations, and {workspace} of workspace; expected at most "
         f"memory={memory:,}, into which {counted(data * whole.rows_within(memory), 'row')}{of} fit"
     )
 
@@ -121,6 +120,16 @@ def planned_row(config: DecoderConfig, plans: Plans) -> KVCache:
     return plan_cache(
         config, plans.policy, batch=1, length=sizes.max_prompt, new_tokens=sizes.max_new_tokens, dtype=dtype
     )
+
+
+def bytes_of_row_per_device(config: DecoderConfig, plans: Plans) -> int:
+    """The bytes of the cache of a row on each device that holds it."""
+    return bytes_per_device(planned_row(config, plans), config, model=plans.model)
+
+
+def caches_on_devices(config: DecoderConfig, plans: Plans) -> int:
+    """The number of conversations that stay on the devices."""
+    return plans.device_memory // bytes_of_row_per_device(config, plans) if plans.device_memory else 0
 
 
 def _reading(config: DecoderConfig, plans: Plans, model: int) -> int:

@@ -17,6 +17,7 @@ from kvjax.request.ends import default_ends
 from kvjax.request.request import as_policy, check_tokenizer, texts_of
 
 from .hosts import check_hosts
+from .memory import bytes_of
 from .plans import Plans
 from .sizes import CHUNK, Sizes
 
@@ -32,6 +33,7 @@ def plans_of(
     chunk: int = CHUNK,
     max_end_tokens: int = 8,
     conversation_memory: int | str | None = None,
+    conversation_device_memory: int | str | None = None,
 ) -> Plans:
     """The static choices of an engine with these arguments. `Engine` documents them.
 
@@ -55,4 +57,6 @@ def plans_of(
     check_batch(rows, mesh)
     check_model(chosen, params)
     dtype, keeps = jnp.dtype(params.embed.dtype), conversation_memory is not None
-    return Plans.of(config, chosen, sizes, dtype, mesh, texts, keeps=keeps)
+    stays = conversation_device_memory
+    most = 0 if stays is None else bytes_of(stays, "conversation_device_memory")
+    return Plans.of(config, chosen, sizes, dtype, mesh, texts, keeps=keeps, device_memory=most)

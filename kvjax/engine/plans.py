@@ -38,6 +38,7 @@ class Plans:
         mesh: the devices; None for one.
         texts: token ids that the policy's score replays.
         keeps: whether the caches of finished answers are kept, so that later requests continue them.
+        device_memory: the most bytes of those that stay on each device.
     """
 
     policy: Policy
@@ -47,6 +48,7 @@ class Plans:
     mesh: Mesh | None
     texts: Texts
     keeps: bool = False
+    device_memory: int = 0
 
     @classmethod
     def of(
@@ -59,15 +61,21 @@ class Plans:
         texts: Texts,
         *,
         keeps: bool = False,
+        device_memory: int = 0,
     ) -> Plans:
         """The choices for a model, of which only the shapes matter."""
         empty = jax.eval_shape(lambda: KVCache.empty(config, policy, jnp.ones(1, jnp.int32), sizes.prompt, dtype))
-        return cls(policy, sizes, empty, ending(empty, "auto"), mesh, texts, keeps)
+        return cls(policy, sizes, empty, ending(empty, "auto"), mesh, texts, keeps, device_memory)
 
     @property
     def batch(self) -> int:
         """The number of rows in which a prompt is read: on a mesh, one for each part of the batch."""
         return 1 if self.mesh is None else self.mesh.shape[DATA]
+
+    @property
+    def model(self) -> int:
+        """The number of devices that divide a row."""
+        return 1 if self.mesh is None else self.mesh.size // self.batch
 
     @property
     def on_hosts(self) -> bool:

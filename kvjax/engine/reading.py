@@ -58,6 +58,12 @@ def begun(
     return replace(cache, mesh=mesh).in_place()
 
 
+@jax.jit
+def copied(cache: KVCache) -> KVCache:
+    """A copy of a cache, which may then change in place."""
+    return jax.tree.map(jnp.copy, cache)
+
+
 @dataclass(frozen=True)
 class Reader:
     """Reads prompts, or adds the programs that read them.
@@ -86,6 +92,8 @@ class Reader:
         if after:
             row = found[1].cache
             self.run(free_room, row)
+            if self.plans.device_memory:
+                self.run(copied, row)
             for size in sizes.classes:
                 if size <= sizes.padded(self.plans.most_after):
                     complete(self._after(np.zeros(size, np.int32), row))
@@ -116,7 +124,8 @@ class Reader:
 
     def continued(self, tokens: Int[np.ndarray, "N"], stored: Stored) -> Pieces[Read]:
         """Reads the tokens that follow those that a stored cache has seen."""
-        read = yield from self._after(tokens[stored.length :], self.plans.put_row(stored.cache))
+        cache = self.run(copied, stored.cache) if stored.stays else self.plans.put_row(stored.cache)
+        read = yield from self._after(tokens[stored.length :], cache)
         return read._replace(cached=stored.length)
 
     def _after(self, tokens: Int[np.ndarray, "N"], row: KVCache) -> Pieces[Read]:

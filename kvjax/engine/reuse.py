@@ -19,7 +19,7 @@ from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.runtime.memory import tree_bytes
 
-from .memory import bytes_of, planned_row
+from .memory import bytes_of, bytes_of_row_per_device, caches_on_devices, planned_row
 from .plans import Plans
 from .stats import StoreCounts
 from .stored import CacheStore, Stored
@@ -76,6 +76,7 @@ class Reuse:
         prefix_memory: Any = None,
         prefix_folder: str | Path | None = None,
         conversation_memory: Any = None,
+        conversation_device_memory: Any = None,
     ) -> None:
         """Empty stores. `Engine` documents the arguments.
 
@@ -101,7 +102,19 @@ class Reuse:
                     f"conversation_memory={shown(conversation_memory)}: expected at least {row:,} bytes, which one "
                     "conversation takes, or None"
                 )
-            self.conversations = CacheStore(params, plans.policy, plans.sizes, memory=memory)
+            on_devices = caches_on_devices(params.config, plans)
+            if conversation_device_memory is not None and not on_devices:
+                row = bytes_of_row_per_device(params.config, plans)
+                raise ValueError(
+                    f"conversation_device_memory={shown(conversation_device_memory)}: expected at least {row:,} bytes, "
+                    "which one conversation takes on each device, or None"
+                )
+            self.conversations = CacheStore(params, plans.policy, plans.sizes, memory=memory, on_devices=on_devices)
+        elif conversation_device_memory is not None:
+            raise ValueError(
+                f"conversation_device_memory={shown(conversation_device_memory)} without conversation_memory: expected "
+                "both"
+            )
         # A cache that rotates keys by their place needs no position that the model has not seen.
         config, sizes = params.config, plans.sizes
         trained = None if plans.policy.positions == "in_cache" else config.max_positions
@@ -142,10 +155,10 @@ class Reuse:
         """Returns whether a cache that has seen these tokens is to be kept. One that is there already is used."""
         return self.conversations is not None and not self.conversations.use(self.conversations.key(tokens))
 
-    def keep(self, tokens: Int[np.ndarray, "N"], stored: Stored) -> None:
-        """Keeps the cache of a conversation that has seen these tokens."""
+    def keep(self, tokens: Int[np.ndarray, "N"], stored: Stored) -> Stored | None:
+        """Keeps the cache of a conversation that has seen these tokens. Returns the one that is to go to the host."""
         assert self.conversations is not None
-        self.conversations.put(self.conversations.key(tokens), stored)
+        return self.conversations.put(self.conversations.key(tokens), stored)
 
     @property
     def counts(self) -> dict[str, StoreCounts]:

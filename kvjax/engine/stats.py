@@ -48,11 +48,13 @@ class StoreCounts:
         hits: requests that have continued a cache of the store.
         misses: requests whose prefix had to be read; or that have continued no cache of either store.
         nbytes: the size of the caches on the host.
+        device_nbytes: the size of the caches on the devices; one that several devices hold counts once.
     """
 
     hits: int = 0
     misses: int = 0
     nbytes: int = 0
+    device_nbytes: int = 0
 
 
 @dataclass(frozen=True)

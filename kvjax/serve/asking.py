@@ -42,6 +42,7 @@ class Asked:
         stream: None, or the options of the stream of the answers.
         repeated: fields of the request that the answer repeats.
         reading: how the answers are read.
+        only_prompt: whether answers that begin with the prompt end there.
         tokenizer: that of the engine.
         id: names the answer.
         created: the time of the request in seconds since 1970.
@@ -55,6 +56,7 @@ class Asked:
     stream: StreamOptions | None
     reading: Reading
     repeated: Mapping[str, Any]
+    only_prompt: bool
     tokenizer: Any = field(repr=False)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -72,7 +74,8 @@ class Asked:
 
     def pieces(self) -> list[Pieces]:
         """The makers of each answer's pieces."""
-        return [Pieces(self.tokenizer, one, self.reading, log_probs=self.log_probs) for one in self.handles]
+        facts = {"log_probs": self.log_probs, "only_prompt": self.only_prompt}
+        return [Pieces(self.tokenizer, one, self.reading, **facts) for one in self.handles]
 
     async def answers(self) -> list[Piece]:
         """All answers, each as one piece. Raises ApiError if the server ends them."""
@@ -175,6 +178,7 @@ async def ask(engine: Engine, request: Wanted, sampler: SamplingMethod, template
         stream=request.stream_options or StreamOptions() if request.stream else None,
         reading=reading,
         repeated=request.repeated,
+        only_prompt=request.only_prompt,
         tokenizer=engine.tokenizer,
     )
 

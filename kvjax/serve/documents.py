@@ -133,7 +133,7 @@ class Completions(ChoiceForm):
                 "tokens": [token.text for token in piece.spelled],
                 "token_logprobs": [token.log_prob for token in piece.spelled],
                 "top_logprobs": self._top(asked, piece) if asked.top else None,
-                "text_offset": None,
+                "text_offset": [*piece.offsets],
             }
         return {"index": index, "text": piece.said.content, "logprobs": log_probs, "finish_reason": piece.finish}
 

@@ -49,7 +49,13 @@ def gauges(stats: Stats) -> list[Named]:
         Named(None, "kv_cache_usage_perc", "Share of the rows that have a request.", stats.rows_busy / stats.rows),
         Named("cache_bytes", None, "Size of the resident cache in bytes.", stats.cache_bytes),
         Named("prefix_bytes", None, "Size of the stored prefixes in bytes.", stats.prefixes.nbytes),
-        Named("conversation_bytes", None, "Size of the kept conversations in bytes.", stats.conversations.nbytes),
+        Named("conversation_bytes", None, "Size of conversations on the host in bytes.", stats.conversations.nbytes),
+        Named(
+            "conversation_device_bytes",
+            None,
+            "Size of conversations on the devices in bytes.",
+            stats.conversations.device_nbytes,
+        ),
     ]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvjax.decoding.spelling import Spelled, Spelling, alone, between
+from kvjax.decoding.row_text import special_ids
+from kvjax.decoding.spelling import Spelled, Spelling
+from kvjax.decoding.text_stream import TextStream
 from kvjax.engine import Answer, Finish, Handle, Token
 from kvjax.engine.handle import Top
 
@@ -24,6 +27,7 @@ class Piece(NamedTuple):
         tokens: the number of tokens since then.
         spelled: the tokens whose text is certain since then, if the request asks for log-probabilities.
         top: of each of these, the most probable tokens in its place.
+        offsets: of each of these, the number of characters of the text before it.
         calls_before: the number of calls that earlier pieces have begun. The first call of this piece may go on with
             the last of them.
         finish: OpenAI's reason, with the last piece of an answer.
@@ -33,6 +37,7 @@ class Piece(NamedTuple):
     tokens: int
     spelled: Sequence[Spelled]
     top: Sequence[Top] = ()
+    offsets: Sequence[int] = ()
     calls_before: int = 0
     finish: str | None = None
 
@@ -40,7 +45,9 @@ class Piece(NamedTuple):
 class Pieces:
     """Makes the pieces of one answer."""
 
-    def __init__(self, tokenizer: Any, handle: Handle, reading: Reading, *, log_probs: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, handle: Handle, reading: Reading, *, log_probs: bool, only_prompt: bool = False
+    ) -> None:
         """No piece yet.
 
         Args:
@@ -48,11 +55,15 @@ class Pieces:
             handle: whose tokens will come.
             reading: how the answer is read.
             log_probs: whether tokens are spelled.
+            only_prompt: whether an answer that begins with the prompt ends there, one token before it does.
         """
-        self._tokenizer, self._echoed = tokenizer, handle.echoed
+        self._tokenizer, self._echoed, self._only_prompt = tokenizer, handle.echoed, only_prompt
+        begins = frozenset(self._echoed[:1].tolist())  # with a special token, whose name the text has
+        self._shown = handle.shown | begins.intersection(special_ids(tokenizer).values())
         self._divider, self._most = reading.divider(), reading.most_calls
-        self._spelling = Spelling(tokenizer, handle.shown) if log_probs else None
-        self._tokens, self._calls = -max(0, handle.echoed.size - 1), 0
+        self._spelling = Spelling(tokenizer, self._shown) if log_probs else None
+        self._read, self._place = codecs.getincrementaldecoder("utf-8")("replace"), 0  # up to the spelled tokens
+        self._tokens, self._calls = -handle.echoed.size, 0
         self._top: deque[Top] = deque()  # of tokens that are not spelled yet
 
     def add(self, tokens: Sequence[Token], text: str, finish: Finish | None) -> Piece | None:
@@ -75,9 +86,15 @@ class Pieces:
             return None
         reason = "tool_calls" if self._calls and finish in ("end", "stop") else _REASONS[finish]
         top = [self._top.popleft() for _ in spelled]
-        piece = Piece(said, self._tokens, spelled, top, before, reason)
+        piece = Piece(said, self._tokens, spelled, top, [*self._offsets(spelled)], before, reason)
         self._tokens = 0
         return piece
+
+    def _offsets(self, spelled: Sequence[Spelled]) -> Iterator[int]:
+        """The places of tokens in the text. All tokens of one character have its place."""
+        for token in spelled:
+            yield self._place
+            self._place += len(self._read.decode(token.data))
 
     def _kept(self, calls: Sequence[Call]) -> Iterator[Call]:
         """Calls, and parts of calls, but for those beyond the most calls of an answer."""
@@ -87,22 +104,17 @@ class Pieces:
                 yield call
 
     def whole(self, answer: Answer) -> Piece:
-        """All of an answer as one piece."""
+        """All of an answer as one piece. The first token of a prompt that is scored has no log-probability."""
         log_probs: Sequence[float | None] = [None] * len(answer.tokens)
         if answer.log_probs is not None:
             log_probs = answer.log_probs.tolist()
         facts = zip(answer.tokens.tolist(), log_probs, answer.top, strict=True)
-        piece = self.add([Token(i, None, p, top) for i, p, top in facts], answer.text or "", answer.finish)
+        tokens = [Token(i, None, log_prob, top) for i, log_prob, top in facts]
+        text = answer.text or ""
+        if self._echoed.size:
+            tokens = [Token(int(self._echoed[0]), None, None), *(tokens[:-1] if self._only_prompt else tokens)]
+            stream = TextStream(self._tokenizer, shown=self._shown)
+            text = "".join(stream.add(token.id) for token in tokens) + stream.end()
+        piece = self.add(tokens, text, answer.finish)
         assert piece is not None
-        return self._after_first(piece, int(answer.tokens[0])) if self._echoed.size else piece
-
-    def _after_first(self, piece: Piece, second: int) -> Piece:
-        """The piece after the first token of a prompt, of which it has the others. That token has no probability."""
-        token = int(self._echoed[0])
-        text, space = alone(self._tokenizer, token), between(self._tokenizer, token, second)
-        said = piece.said._replace(content=text + space + piece.said.content)
-        spelled = [Spelled(text, text.encode(), None), *piece.spelled]
-        if space:
-            following = spelled[1]
-            spelled[1] = following._replace(text=space + following.text, data=space.encode() + following.data)
-        return piece._replace(said=said, spelled=spelled, top=[(), *piece.top])
+        return piece

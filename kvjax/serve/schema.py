@@ -33,7 +33,6 @@ from .fields import (
     Top,
     TopK,
     TopP,
-    Whole,
     refused,
 )
 from .formats import ResponseFormat
@@ -166,6 +165,11 @@ class Common(Strict):
         """Returns whether the answer begins with the prompt."""
         return False
 
+    @property
+    def only_prompt(self) -> bool:
+        """Returns whether an answer that begins with the prompt ends there."""
+        return False
+
     def sampler(self, default: SamplingMethod) -> SamplingMethod:
         """Returns what draws the tokens. A temperature of 0 is greedy, and what is not given is as in `default`."""
         given = {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
@@ -236,7 +240,10 @@ class Completion(Choices):
         BeforeValidator(lambda value: None if value is False else value),  # false equals 0, and means null
         Field(description="null, or an integer from 0 to 20"),
     ] = None
-    max_tokens: Whole = None
+    max_tokens: Annotated[
+        Annotated[Integer, Field(ge=0, lt=2**31)] | None,
+        Field(description="an integer of at least 1, or with echo of at least 0"),
+    ] = None
     best_of: Annotated[Literal[1] | None, Field(description="null or 1: this server returns all answers")] = None
     suffix: Annotated[Literal[""] | None, Field(description="null or empty: answers continue the prompt")] = None
 
@@ -244,11 +251,17 @@ class Completion(Choices):
     def _scores(self) -> Completion:
         if self.echo and (self.logprobs is None or self.stream or self.stops or self.prefix is not None):
             raise refused("echo", "value")
+        if self.only_prompt and not self.echo:
+            raise refused("max_tokens", "value")
         return self
 
     @property
     def echoes(self) -> bool:
         return bool(self.echo)
+
+    @property
+    def only_prompt(self) -> bool:
+        return self.max_tokens == 0
 
     def stored(self, template: Template) -> str | list[int] | None:
         """The prefix as the engine takes it."""
@@ -261,8 +274,8 @@ class Completion(Choices):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of an answer: OpenAI's default is 16."""
-        return self.max_tokens or 16
+        """The most tokens of an answer: OpenAI's default is 16, and without any the engine has one to drop."""
+        return 16 if self.max_tokens is None else max(1, self.max_tokens)
 
     @property
     def log_probs(self) -> bool:

@@ -10,8 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvjax.decoding.row_text import RowText
-from kvjax.decoding.spelling import Spelled, Spelling, between
-from kvjax.evaluation.tasks import vocabulary
+from kvjax.decoding.spelling import Spelled, Spelling
 from kvjax.inspection.recording import texts_of
 
 FACE = "\N{GRINNING FACE}"
@@ -129,15 +128,3 @@ def test_stop_strings_cut_the_last_tokens() -> None:
         text, found = answered(tokenizer, ids, [" wc"], pieces)
         assert text == "ab"
         assert [(one.text, one.data) for one in found] == [("a", b"a"), ("b", b"b"), ("Ġw", b""), ("c", b"")]
-
-
-def test_white_space_between_two_tokens() -> None:
-    """Of SentencePiece, whose first word has no space, of words, and of bytes; none beside a special token."""
-    names = sentencepiece(), byte_level(), vocabulary.tokenizer()
-    pieces, letters, words = ({name: each.convert_tokens_to_ids(name) for name in each.get_vocab()} for each in names)
-    assert between(names[0], pieces["▁Hello"], pieces["▁world"]) == " "
-    assert between(names[0], pieces["▁Hello"], pieces["true"]) == ""
-    assert between(names[1], letters["a"], letters["Ġw"]) == ""
-    assert between(names[1], letters["Ġð"], letters["Ł"]) == ""
-    assert between(names[2], words["the"], words["king"]) == " "
-    assert between(names[2], vocabulary.tokenizer().eos_token_id, words["king"]) == ""

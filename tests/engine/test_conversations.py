@@ -29,15 +29,18 @@ def some(count: int, vocab: int = 101) -> list[int]:
     return RNG.integers(0, vocab, count).tolist()
 
 
-def check(params: Decoder, policy: str, lengths: Sequence[int], reference: Decoder | None = None) -> None:
+def check(
+    params: Decoder, policy: str, lengths: Sequence[int], reference: Decoder | None = None, **options: Any
+) -> None:
     """Answers a dialogue turn by turn, whose prompts repeat what was said, and compares it with `generate`.
 
     Args:
         lengths: the number of new tokens of each turn.
         reference: the same model, if `generate` runs on other devices.
+        options: more arguments of the engine.
     """
     asked = ASKED | {"sampler": kvjax.Sampler(temperature=0.9), "seed": 3}
-    with kvjax.Engine(params, policy, **SIZES) as engine:
+    with kvjax.Engine(params, policy, **SIZES, **options) as engine:
         said: list[int] = []
         cache = None
         for length in lengths:
@@ -52,7 +55,8 @@ def check(params: Decoder, policy: str, lengths: Sequence[int], reference: Decod
         stats = engine.stats()
     assert len(said) > SIZES["max_prompt"]
     assert (stats.conversations.hits, stats.conversations.misses) == (len(lengths) - 1, 1)
-    assert stats.conversations.nbytes > 0
+    assert (stats.conversations.device_nbytes > 0) == bool(options)
+    assert stats.conversations.nbytes + stats.conversations.device_nbytes > 0
     assert 0 < stats.cached_tokens < stats.prompt_tokens
 
 
@@ -87,6 +91,39 @@ def test_turns_with_sliding_windows(policy: str) -> None:
 def test_turns_on_a_mesh(policy: str, tiny: Decoder) -> None:
     params = kvjax.shard(tiny, kvjax.make_mesh(2, 2, devices=jax.devices()[:4]))
     check(params, policy, [13, 1, 9], reference=tiny)
+    check(params, policy, [13, 1, 9], reference=tiny, conversation_device_memory="1MB")
+
+
+@pytest.mark.long
+def test_conversations_that_stay_on_the_device(shallow: Decoder, compiled: list[str]) -> None:
+    """Two stay, and each can be continued twice. The third goes to the host, and so does the oldest turn."""
+    policy, expected = "h2o:budget=12", dict[tuple[int, ...], list[int]]()
+    dialogues = []
+    for first in (some(8), some(8), some(8)):
+        begun = kvjax.generate(shallow, first, policy=policy, **ASKED)
+        said = [*first, *begun.tokens[0].tolist()]
+        for new in ([3, 4], [5, 6, 7]):
+            turn = kvjax.generate(shallow, new, policy=policy, cache=begun.cache, **ASKED)
+            expected[*said, *new] = turn.tokens[0].tolist()
+        dialogues.append((first, said))
+    with kvjax.Engine(shallow, policy, **SIZES) as engine:
+        without = engine.footprint
+        row = engine.stats().cache_bytes // SIZES["rows"]
+    with kvjax.Engine(shallow, policy, **SIZES, conversation_device_memory=3 * row - 1) as engine:
+        assert 2 * row - 100 <= engine.footprint.prompt - without.prompt <= 2 * row
+        compiled.clear()
+        for first, said in dialogues:
+            answer = engine.submit(first, **ASKED).result(timeout=PATIENCE)
+            assert [*first, *answer.tokens.tolist()] == said
+        counts = engine.stats().conversations
+        assert counts.device_nbytes == 2 * counts.nbytes > 0
+        for _, said in reversed(dialogues):
+            for new in ([3, 4], [5, 6, 7]):  # the first continuation leaves the kept cache as it is
+                answer = engine.submit([*said, *new], **ASKED).result(timeout=PATIENCE)
+                assert (answer.tokens.tolist(), answer.cached_tokens) == (expected[*said, *new], len(said) - 1)
+        counts = engine.stats().conversations
+        assert (counts.hits, counts.misses, counts.device_nbytes * 7) == (6, 3, counts.nbytes * 2)
+        assert compiled == []
 
 
 @pytest.mark.long
@@ -193,3 +230,13 @@ def test_memory_must_hold_one_conversation(shallow: Decoder) -> None:
         kvjax.Engine(shallow, "h2o:budget=12", **{**SIZES, "conversation_memory": "1kB"})
     with pytest.raises(ValueError, match="conversation_memory='much': expected a number of bytes"):
         kvjax.Engine(shallow, "h2o:budget=12", **{**SIZES, "conversation_memory": "much"})
+    with pytest.raises(
+        ValueError, match=r"conversation_device_memory='1kB': expected at least [\d,]+ bytes, which one"
+    ):
+        kvjax.Engine(shallow, "h2o:budget=12", **SIZES, conversation_device_memory="1kB")
+    with pytest.raises(ValueError, match="conversation_device_memory='1MB' without conversation_memory: expected both"):
+        kvjax.Engine(
+            shallow, "h2o:budget=12", **{**SIZES, "conversation_memory": None}, conversation_device_memory="1MB"
+        )
+    with pytest.raises(ValueError, match=r"rows=2 take [\d,]+ bytes per device"):
+        kvjax.Engine(shallow, "h2o:budget=12", **SIZES, memory="10MB", conversation_device_memory="10MB")

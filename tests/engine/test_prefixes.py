@@ -83,7 +83,7 @@ def test_a_mesh_writes_prefixes_to_disk_and_reads_them(shallow: Decoder, tmp_pat
         for _ in range(2):
             answer = engine.submit(question, prefix=document, max_new_tokens=9).result(timeout=PATIENCE)
             assert answer.tokens.tolist() == expected
-            engine._reuse.prefixes._entries.clear()  # as in a later engine
+            engine._reuse.prefixes._far.clear()  # as in a later engine
         stats = engine.stats().prefixes
         assert (stats.hits, stats.misses) == (1, 1)
     store = CacheStore(shallow, parse(policy), engine.sizes, memory=10**6, folder=tmp_path)

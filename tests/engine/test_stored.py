@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.engine.sizes import Sizes
+from kvjax.engine.stats import StoreCounts
 from kvjax.engine.stored import CacheStore, Stored
 from kvjax.models import Decoder
 from kvjax.policies import parse
@@ -40,6 +41,24 @@ def test_the_least_recently_used_cache_leaves(tiny: Decoder) -> None:
     assert store.use(keys[2])
     store.put(keys[1], two)
     assert not store.use(keys[0])
+
+
+def test_the_last_used_caches_stay_on_the_devices(tiny: Decoder) -> None:
+    """Two of them; the others go to the host, where one has room."""
+    one, two, three, four = (on_host(tiny) for _ in range(4))
+    store = CacheStore(tiny, POLICY, SIZES, memory=one.nbytes, on_devices=2)
+    keys = [store.key(np.arange(n)) for n in (1, 2, 3, 4)]
+    assert store.put(keys[0], one) is store.put(keys[1], two) is None
+    assert (one.stays, two.stays, store.nbytes, store.device_nbytes) == (True, True, 0, 2 * one.nbytes)
+    assert store.use(keys[0])
+    assert store.put(keys[1], two) is None  # it is there
+    assert store.put(keys[2], three) is two
+    assert (one.stays, two.stays, three.stays) == (True, False, True)
+    assert (store.nbytes, store.device_nbytes) == (one.nbytes, 2 * one.nbytes)
+    assert store.put(keys[3], four) is one
+    assert not store.use(keys[1])
+    assert [store.get(np.arange(n)) for n in (1, 2, 3, 4)] == [one, None, three, four]
+    assert store.counts == StoreCounts(3, 1, one.nbytes, 2 * one.nbytes)
 
 
 def test_a_cache_that_is_larger_than_the_memory_is_not_stored(tiny: Decoder) -> None:
@@ -72,6 +91,11 @@ def test_room_is_known_once_the_arrays_are_on_the_host(tiny: Decoder) -> None:
     cache = kvjax.prefill(tiny, [1, 2, 3], policy=POLICY)
     stored = Stored(3, cache, jax.numpy.array([5], np.int32))
     assert stored.takes(99)
+    stored.stays = True
+    stored.settle()
+    assert not stored.takes(6)
+    assert stored.cache is cache
+    stored.stays = False
     stored.start()
     stored.settle()
     assert stored.takes(5)

@@ -36,7 +36,7 @@ def main(process: str, port: str, data: str, model: str, policy: str) -> None:
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(process))
     params = kvjax.shard(decoder(vocab=len(WORDS)), kvjax.make_mesh(int(data), int(model)))
     hosts.BLOCK = 16  # so that several blocks of messages are sent
-    memory = {"prefix_memory": "1GB", "conversation_memory": "1GB"}
+    memory = {"prefix_memory": "1GB", "conversation_memory": "1GB", "conversation_device_memory": "1MB"}
     with kvjax.Engine(params, policy, **SIZES, tokenizer=tokenizer(), **memory) as engine:
         if process == "1":
             with pytest.raises(RuntimeError, match=r"requests go to the engine of process 0; on process 1 call follow"):

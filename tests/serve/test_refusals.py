@@ -1,5 +1,6 @@
 """Every request that is not accepted gets OpenAI's form of an error, with the right status."""
 
+import ast
 import asyncio
 import json
 import re
@@ -286,6 +287,22 @@ def test_metrics_and_stats(serving: Serving) -> None:
         sample.name for f in families.values() for sample in f.samples
     }
     assert send(serving, "/stats")[1]["tokens"] == stats.tokens
+
+
+def test_codes_are_documented() -> None:
+    """The guide has every code that a line of the server gives to an error."""
+    root = Path(__file__).parents[2]
+    calls = [
+        node
+        for path in (root / "kvjax/serve").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "ApiError"
+    ]
+    given = [one for call in calls for one in (*call.args[3:], *(key.value for key in call.keywords))]
+    codes = {one.value for one in given if isinstance(one, ast.Constant)}
+    assert len(codes) > 12
+    table = (root / "docs/guide/serving.md").read_text().partition("\n## Errors")[2].partition("\n## ")[0]
+    assert codes <= {*re.findall(r"`(\w+)`", table)}
 
 
 def test_page(serving: Serving) -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import numpy as np
 
-from kvjax.engine import Answer
-from kvjax.evaluation.tasks import vocabulary
-from kvjax.serve.dialects import Reading
-from kvjax.serve.pieces import Pieces
 from tests.serve.serving import CHAT, GOOD, Serving, send
 
 GREEDY: Any = {"model": "tiny", "temperature": 0, "max_tokens": 8}
@@ -37,36 +32,6 @@ def test_stop_token_ids(serving: Serving) -> None:
     choice = send(serving, "/v1/completions", body | {"stop_token_ids": [usual[third]]})[1]["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert choice["text"] == "".join(_name(serving, token) for token in usual[: third + 1])
-
-
-def test_scores_of_prompts(serving: Serving) -> None:
-    """Each prompt comes back before its answer, with the log-probabilities that its tokens have as answers."""
-    prompts = [[99, 0, 6], [99, 3, 4, 5, 6]]
-    out = serving.client.completions.create(**GREEDY | {"max_tokens": 1}, prompt=prompts, echo=True, logprobs=1)
-    assert (out.usage.prompt_tokens, out.usage.completion_tokens) == (8, 2)
-    for prompt, choice in zip(prompts, out.choices, strict=True):
-        scored = choice.logprobs
-        assert scored.tokens[: len(prompt)] == [_name(serving, token) for token in prompt]
-        assert choice.text == "<s>" + "".join(scored.tokens[1:])
-        assert scored.token_logprobs[0] is None
-        assert scored.top_logprobs[0] is None
-        assert len(scored.token_logprobs) == len(scored.top_logprobs) == len(prompt) + 1
-        for n in range(1, len(prompt)):
-            top = {"max_tokens": 1, "logprobs": 20, "logit_bias": {str(prompt[n]): 100}}
-            one = serving.client.completions.create(**GREEDY | top, prompt=prompt[:n]).choices[0].logprobs
-            assert np.isclose(one.token_logprobs[0], scored.token_logprobs[n], atol=1e-4)
-
-
-def test_the_first_token_of_a_prompt_that_is_scored_keeps_its_space() -> None:
-    """Where there is no token before the text: the space belongs to the token behind it."""
-    tokenizer = vocabulary.tokenizer()
-    ids = np.array(tokenizer.encode("the king finds the door", add_special_tokens=False), np.int32)
-    handle: Any = types.SimpleNamespace(echoed=ids[:3], shown=frozenset())
-    answer = Answer(ids[1:], "king finds the door", np.zeros(4, np.float32), "length", 1, ((),) * 4)
-    piece = Pieces(tokenizer, handle, Reading(), log_probs=True).whole(answer)
-    assert piece.said.content == "the king finds the door"
-    assert [one.text for one in piece.spelled] == ["the", " king", " finds", " the", " door"]
-    assert b"".join(one.data for one in piece.spelled).decode() == piece.said.content
 
 
 def test_the_most_probable_tokens(serving: Serving) -> None:
