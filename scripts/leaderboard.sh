@@ -14,7 +14,7 @@ list() {
 statistics  the numbers that qfilter, expected_attention_stats and triattention read    5, beside other work
 once        the presets that read the text once, 75 % removed                           not recorded
 decoding    the presets that evict while decoding too                                   not recorded
-gates       presets that read gates, which it trains on the model                       not recorded
+gates       presets that read gates, which it trains on the model                       70 to train, beside other work
 twice       the presets that read it twice                                              not recorded
 costly      presets that take longer to compress it than the model takes to read it      not recorded
 shares      the papers' methods and the best, 25, 50 and 87.5 % removed                 not recorded
