@@ -63,7 +63,7 @@ class Programs:
             static: static arguments.
         """
         lowered = program.lower(*args, **static)
-        self._futures[name] = self._pool.submit(lowered.compile)
+        self._compile(name, lowered)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
 
     def compile(self, program: Any, *args: Any, **static: Any) -> Any:
@@ -76,6 +76,9 @@ class Programs:
     def call(self, program: Any, *args: Any, **static: Any) -> Any:
         """Runs what `compile` has added. It returns before the device has finished."""
         return self.run(key_of(program, args, static), *args)
+
+    def _compile(self, name: Hashable, lowered: jax.stages.Lowered) -> None:
+        self._futures[name] = self._pool.submit(lowered.compile)
 
     def finish(self) -> None:
         """Waits until everything is compiled."""
