@@ -1,10 +1,11 @@
-"""Makes the texts on which the step `gates` of scripts/leaderboard.sh trains. The board has none of their prompts.
+"""Makes the texts on which the step `gates` of scripts/leaderboard.sh trains.
 
     python -m scripts.board_texts MODEL DATA OUT
 
 MODEL is what `kvjax.load` takes, DATA a folder with RULER's files. OUT/prompts has prompts of RULER's tasks in the
-model's chat template, shorter than the board's and of another seed. OUT/texts has what scripts/gate_texts.py makes of
-the second half of the essays; the board's prompts are of the first.
+model's chat template, shorter than the board's and of another seed. The questions of qa_1 do not depend on the seed,
+and are the board's own. OUT/texts has what scripts/gate_texts.py makes of the second half of the essays; the board's
+prompts are of the first.
 """
 
 from __future__ import annotations

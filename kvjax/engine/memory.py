@@ -67,14 +67,13 @@ class Footprint:
         Args:
             weights: bytes of the model on each device.
         """
-        sizes, model = plans.sizes, plans.model
-        planned, cache = planned_row(config, plans), bytes_of_row_per_device(config, plans)
+        sizes, planned, cache = plans.sizes, planned_row(config, plans), bytes_of_row_per_device(config, plans)
         small = tree_bytes((planned.length, planned.rope, planned.pending))
         # Tokens and log-probabilities, the tokens seen, end tokens, the key, the sampler, and what ends the answer.
         key = jax.eval_shape(jax.random.key, 0).dtype.itemsize
         answer = 8 * sizes.max_new_tokens + config.vocab_size + 4 * sizes.ends + key + (1 + 5 * 4) + (1 + 4 + 4)
         kept = (1 + caches_on_devices(config, plans)) * cache if plans.keeps else 0
-        return cls(weights, cache + small + answer, _reading(config, plans, model) + kept)
+        return cls(weights, cache + small + answer, _reading(config, plans) + kept)
 
     def total(self, rows: int) -> int:
         """Returns the bytes with this number of rows on each device."""
@@ -132,20 +131,20 @@ def caches_on_devices(config: DecoderConfig, plans: Plans) -> int:
     return plans.device_memory // bytes_of_row_per_device(config, plans) if plans.device_memory else 0
 
 
-def _reading(config: DecoderConfig, plans: Plans, model: int) -> int:
+def _reading(config: DecoderConfig, plans: Plans) -> int:
     """The bytes of the caches before and after compression, of the read that takes most."""
 
     def nbytes(cache: KVCache, slots: tuple[int, ...]) -> int:
         grown = jax.eval_shape(lambda cache: replace(cache, entries=cache.entries.grow(slots)), cache)
-        return bytes_per_device(grown, config, model=model)
+        return bytes_per_device(grown, config, model=plans.model)
 
     @cache
     def nbytes_after(new: int, room: int) -> int:
         after = jax.eval_shape(partial(after_prompt, config=config, new=new, room=room), plans.empty)
-        return bytes_per_device(after, config, model=model)
+        return bytes_per_device(after, config, model=plans.model)
 
     most, row = 0, planned_row(config, plans)
-    after = bytes_per_device(row, config, model=model)
+    after = bytes_of_row_per_device(config, plans)
     for count, size in plans.sizes.reads:
         plan, held = plans.of_class(count, size), 0
         if plan.chunk is not None:

@@ -1,4 +1,4 @@
-"""The texts on which the leaderboard's gates train: prompts without answers, and essays that the board does not ask."""
+"""The texts on which the leaderboard's gates train: prompts without answers, and the second half of the essays."""
 
 from __future__ import annotations
 
