@@ -3,9 +3,9 @@
     python -m scripts.board_texts MODEL DATA OUT
 
 MODEL is what `kvjax.load` takes, DATA a folder with RULER's files. OUT/prompts has prompts of RULER's tasks in the
-model's chat template, shorter than the board's and of another seed. The questions of qa_1 do not depend on the seed,
-and are the board's own. OUT/texts has what scripts/gate_texts.py makes of the second half of the essays; the board's
-prompts are of the first.
+model's chat template, shorter than the board's, and of another seed. The questions of qa_1 do not depend on the seed:
+the prompts are behind those that a board asks. OUT/texts has what scripts/gate_texts.py makes of the second half of the
+essays; the board's prompts are of the first.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ TASKS = (
 )
 LENGTH = 640  # tokens of a prompt
 COUNT = 30  # prompts of a task
+BOARD = 500  # the most prompts of a task that a board asks
 SEED = 7  # the board's is 0
 PIECES = 12  # texts of the essays
 
@@ -60,8 +62,10 @@ def essays(data: Path) -> dict[str, str]:
 def prompts(tokenizer: Any, data: Path) -> Iterator[str]:
     """Prompts up to the beginning of their answers."""
     for task in find([f"ruler/{name}" for name in TASKS]):
-        source = Source(tokenizer=tokenizer, length=LENGTH + task.new_tokens, seed=SEED, count=COUNT, folder=data)
-        for example in task.examples(source):
+        source = Source(
+            tokenizer=tokenizer, length=LENGTH + task.new_tokens, seed=SEED, count=BOARD + COUNT, folder=data
+        )
+        for example in islice(task.examples(source), BOARD, None):
             if isinstance(example, Example):
                 (question,) = example.questions
                 asked = {"role": "user", "content": example.context + question.text.removesuffix(question.opening)}

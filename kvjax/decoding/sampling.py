@@ -13,7 +13,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -57,17 +56,7 @@ def log_probability(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Flo
 
 def most_probable(logits: Float[Array, "B V"]) -> Int32[Array, "B"]:
     """The token with the largest logit of each row, and the first of equal ones. NaN exceeds all finite ones."""
-    return jax.lax.platform_dependent(
-        logits, cpu=_first_largest, default=partial(jax.lax.argmax, axis=1, index_dtype=jnp.int32)
-    )
-
-
-def _first_largest(logits: Float[Array, "B V"]) -> Int32[Array, "B"]:
-    """An argmax as two reductions, because XLA compares one pair of numbers at a time on a CPU (docs/notes/cpu.md)."""
-    logits = jnp.where(jnp.isnan(logits), jnp.inf, logits)  # a CPU's maximum passes over NaN
-    largest = jnp.max(logits, axis=1, keepdims=True)
-    tokens = jnp.arange(logits.shape[1], dtype=jnp.int32)
-    return jnp.min(jnp.where(logits == largest, tokens, logits.shape[1]), axis=1)
+    return jax.lax.argmax(logits, axis=1, index_dtype=jnp.int32)
 
 
 def penalize_repetition(
