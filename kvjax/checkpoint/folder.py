@@ -155,7 +155,7 @@ def read_text_config(folder: Path) -> dict[str, Any]:
 def read_json(file: Path) -> dict[str, Any]:
     """Reads a file with one JSON object. Raises CheckpointError."""
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(file.read_text("utf-8-sig"))  # some editors write a byte-order mark
     except ValueError as error:
         raise CheckpointError(file.parent, [f"{file.name} is not valid JSON: {error}"]) from error
     if not isinstance(content, dict):

@@ -159,11 +159,18 @@ def test_no_config(folder):
     assert problems(load, folder) == ("it has no config.json",)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[]", "is not a JSON object")])
-@pytest.mark.parametrize("file", ["config.json", INDEX])
-def test_json_that_cannot_be_read(folder, file, text, message):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[]", "is not a JSON object"),
+        ("{}".encode("utf-16"), "not valid JSON: 'utf-8' codec"),
+    ],
+)
+@pytest.mark.parametrize("file", ["config.json", INDEX, "generation_config.json"])
+def test_json_that_cannot_be_read(folder, file, content, message):
     shard(folder)
-    (folder / file).write_text(text)
+    (folder / file).write_bytes(content)
     (problem,) = problems(load, folder)
     assert problem.startswith(file)
     assert message in problem
