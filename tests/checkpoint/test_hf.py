@@ -105,6 +105,14 @@ def test_output_matrix_beside_tied_embeddings_unties_them_if_it_differs(tmp_path
     assert json.loads((tmp_path / "again" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
+def test_the_output_matrix_alone_is_that_of_tied_embeddings(tmp_path):
+    """safetensors' `save_model` writes the first name of two tensors that are one, which is this one."""
+    params = decoder(tie_word_embeddings=True)
+    save_hf(params, tmp_path)
+    edit(tmp_path, lm_head__weight=load_file(tmp_path / WEIGHTS)[EMBED], model__embed_tokens__weight=None)
+    assert_equal(load(tmp_path)[0], params)
+
+
 def test_a_missing_output_matrix_says_that_the_config_does_not_tie_it(folder):
     edit(folder, lm_head__weight=None)
     missing, untied = problems(load, folder)
