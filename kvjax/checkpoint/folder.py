@@ -26,8 +26,8 @@ ORBAX = (  # what Orbax writes into the folder of a pytree
 )
 OWNED = re.compile(rf"(generation_)?config\.json|model\.safetensors(\.index\.json)?|{SHARD.pattern}|{PARAMS}/{ORBAX}")
 TOKENIZER = re.compile(
-    r"tokenizer\.(json|model)|(tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|(merges|vocab)\.txt"
-    r"|chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja"
+    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|tekken)\.json|(tokenizer|tiktoken)\.model"
+    r"|(merges|vocab)\.txt|chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja"
 )
 DOWNLOADED = (
     "config.json",
@@ -42,6 +42,7 @@ DOWNLOADED = (
     "chat_template*",
     "additional_chat_templates/*",
 )
+POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of what Git LFS puts in place of a file
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
 DTYPE_NAMES = ", ".join(map(str, DTYPES.values()))
@@ -161,6 +162,15 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(file.parent, [f"{file.name} is not a JSON object"])
     return content
+
+
+def unfetched(file: Path) -> str:
+    """Says that a file is a pointer of Git LFS, as a clone without it has; empty for any other file."""
+    with file.open("rb") as content:
+        pointer = content.read(len(POINTER)) == POINTER
+    return (
+        f"{file.name} is a pointer of Git LFS, not the file: expected its content, which git lfs pull fetches" * pointer
+    )
 
 
 def owned(tokenizer: bool) -> re.Pattern[str]:

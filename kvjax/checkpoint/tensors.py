@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from kvjax.checkpoint.errors import CheckpointError, one_line
-from kvjax.checkpoint.folder import DTYPES, INDEX, PICKLES, WEIGHTS, read_json
+from kvjax.checkpoint.folder import DTYPES, INDEX, PICKLES, WEIGHTS, read_json, unfetched
 from kvjax.checks import shown
 from kvjax.models import DecoderConfig, Weight, hf_shapes
 
@@ -94,6 +94,9 @@ def _open_file(folder: Path, name: str, stack: ExitStack, problems: list[str]) -
         problems.append(f"{INDEX} names {name}, which does not exist")
     else:
         try:
+            if pointer := unfetched(folder / name):
+                problems.append(pointer)
+                return None
             return stack.enter_context(safe_open(folder / name, framework="numpy"))
         except (SafetensorError, OSError) as error:
             problems.append(f"{name} is truncated or not a safetensors file: {one_line(error)}")
