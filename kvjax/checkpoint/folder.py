@@ -18,7 +18,7 @@ from kvjax.files.writing import finish
 from kvjax.models import DecoderConfig, config_from_hf, text_config
 
 WEIGHTS, INDEX, PARAMS = "model.safetensors", "model.safetensors.index.json", "params"
-SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+SHARD = re.compile(r"model(\.safetensors)?-\d+-of-\d+\.safetensors")  # in the forms of published checkpoints
 GENERATION = "generation_config.json"
 ORBAX = (  # what Orbax writes into the folder of a pytree
     r"(_METADATA|_CHECKPOINT_METADATA|_sharding|commit_success\.txt|array_metadatas/process_\d+"
