@@ -231,6 +231,7 @@ class Tokenizer:
 
 def test_turns_end_where_chat_templates_end_them():
     assert turn_ends(Tokenizer("a<|im_end|>b", "<unk>", "<|im_end|>", "<|eot_id|>")) == [1]
+    assert turn_ends(Tokenizer("<|turn>model a<turn|>", "<|turn>", "<turn|>")) == [1]  # Gemma 4
     assert turn_ends(Tokenizer({"default": "<end_of_turn>"}, "<unk>", "<end_of_turn>")) == [1]
     assert turn_ends(Tokenizer("<|im_end|>", "<unk>")) == []  # several tokens
     assert turn_ends(Tokenizer("<|end|> <|return|>", "<unk>", "<|end|>")) == []  # gpt-oss ends messages so
