@@ -33,7 +33,7 @@ class Card:
         ignored: `field=value` of what is asked for and not applied.
         bos_token: the id before a text, or None.
         pad_token: the id of padding, or None.
-        config: the content of config.json; empty for other forms, such as GGUF.
+        config: the fields of config.json, as JSON; empty for other forms, such as GGUF.
         generation: the content of generation_config.json; empty if there is none.
     """
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from . import gemma4_text, qwen3_5_moe_text, qwen3_5_text
 from .fields import unsupported
+from .unknown import GENERATION
 
 TEXT = {  # model_type and architecture of the text decoder
     "gemma4": ("gemma4_text", gemma4_text.ARCHITECTURE),
@@ -23,8 +24,8 @@ OWN = {"gemma4": "audio_config audio_token_id boi_token_id eoi_token_id boa_toke
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config of the text decoder of `config.json`, which of most models is all of it.
 
-    Fields beside `text_config` are kept where it does not have them, and decide whether embeddings are tied. Those of
-    images, films and sounds are left out.
+    Fields beside `text_config` are kept where it does not have them. As in transformers, they decide whether embeddings
+    are tied, and what is said about generation. Those of images, films and sounds are left out.
 
     Raises:
         UnsupportedModelError: `text_config` is not an object of the text decoder's `model_type`.
@@ -38,5 +39,6 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
         raise unsupported("text_config", text, f"an object with model_type {model_type!r}")
     unread = {*UNREAD.split(), *OWN.get(named, "").split()}
     beside = {field: value for field, value in hf.items() if field not in unread}
-    tied = {field: beside[field] for field in ("tie_word_embeddings",) if field in beside}
-    return beside | dict(text) | tied | {"model_type": model_type, "architectures": [architecture]}
+    first = [field for field in GENERATION.split() if beside.get(field) is not None]
+    outer = {field: beside[field] for field in ("tie_word_embeddings", *first) if field in beside}
+    return beside | dict(text) | outer | {"model_type": model_type, "architectures": [architecture]}

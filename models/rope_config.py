@@ -60,6 +60,8 @@ def _yarn(fields: Mapping[str, Any], context: ContextLengths) -> YarnScaling:
 
 
 def _longrope(fields: Mapping[str, Any], context: ContextLengths) -> LongRopeScaling:
+    if context.original < 2:
+        raise unsupported(ORIGINAL, context.original, "an integer >= 2 for rope_type='longrope'")
     factor = number(fields, "factor", context.extended / context.original)
     default = math.sqrt(1 + math.log(factor) / math.log(context.original)) if factor > 1 else 1.0
     return LongRopeScaling(

@@ -42,8 +42,7 @@ SILENT = """
 
 def read_card(folder: Path, vocab_size: int) -> Card:
     """Reads the card of a folder. Raises CheckpointError for a file or a value that is not accepted."""
-    config, generation = folder / "config.json", folder / GENERATION
-    said, whole = read_text_config(folder), config.read_text("utf-8")
+    said, generation = read_text_config(folder), folder / GENERATION
     given = read_json(generation) if generation.is_file() else {}
     return card_of(
         folder,
@@ -51,8 +50,8 @@ def read_card(folder: Path, vocab_size: int) -> Card:
         | ({} if given else {name: said[name] for name in OF_CONFIG.split() if name in said})
         | {name: value for name, value in given.items() if value is not None},
         vocab_size,
-        config=whole if said == read_json(config) else json.dumps(said, indent=2),
-        generation=generation.read_text("utf-8") if generation.is_file() else "",
+        config=json.dumps(said),
+        generation=generation.read_text("utf-8-sig") if generation.is_file() else "",
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 LONGEST = 1000  # characters of the message of another library
+MOST = 20  # tensors that a message names
 
 
 class CheckpointError(ValueError):
@@ -27,8 +28,14 @@ class CheckpointError(ValueError):
 
     def __init__(self, source: object, problems: Sequence[str]):
         self.problems = tuple(problems)
-        listed = problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems)
-        super().__init__(f"cannot load {source}: {listed}")
+        text = problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems)
+        super().__init__(f"cannot load {source}: {text}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns the first names, and the number of the others: a model with experts has thousands of tensors."""
+    more = len(names) - MOST
+    return ", ".join(names[:MOST]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def one_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from kvjax.files.writing import finish
 from kvjax.models import DecoderConfig, config_from_hf, text_config
 
 WEIGHTS, INDEX, PARAMS = "model.safetensors", "model.safetensors.index.json", "params"
-SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+SHARD = re.compile(r"model(\.safetensors)?-\d+-of-\d+\.safetensors")  # in the forms of published checkpoints
 GENERATION = "generation_config.json"
 ORBAX = (  # what Orbax writes into the folder of a pytree
     r"(_METADATA|_CHECKPOINT_METADATA|_sharding|commit_success\.txt|array_metadatas/process_\d+"
@@ -26,8 +26,8 @@ ORBAX = (  # what Orbax writes into the folder of a pytree
 )
 OWNED = re.compile(rf"(generation_)?config\.json|model\.safetensors(\.index\.json)?|{SHARD.pattern}|{PARAMS}/{ORBAX}")
 TOKENIZER = re.compile(
-    r"tokenizer\.(json|model)|(tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|(merges|vocab)\.txt"
-    r"|chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja"
+    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|tekken)\.json|(tokenizer|tiktoken)\.model"
+    r"|(merges|vocab)\.txt|chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja"
 )
 DOWNLOADED = (
     "config.json",
@@ -42,6 +42,7 @@ DOWNLOADED = (
     "chat_template*",
     "additional_chat_templates/*",
 )
+POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of what Git LFS puts in place of a file
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
 DTYPE_NAMES = ", ".join(map(str, DTYPES.values()))
@@ -155,12 +156,21 @@ def read_text_config(folder: Path) -> dict[str, Any]:
 def read_json(file: Path) -> dict[str, Any]:
     """Reads a file with one JSON object. Raises CheckpointError."""
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(file.read_text("utf-8-sig"))  # some editors write a byte-order mark
     except ValueError as error:
         raise CheckpointError(file.parent, [f"{file.name} is not valid JSON: {error}"]) from error
     if not isinstance(content, dict):
         raise CheckpointError(file.parent, [f"{file.name} is not a JSON object"])
     return content
+
+
+def unfetched(file: Path) -> str:
+    """Says that a file is a pointer of Git LFS, as a clone without it has; empty for any other file."""
+    with file.open("rb") as content:
+        pointer = content.read(len(POINTER)) == POINTER
+    return (
+        f"{file.name} is a pointer of Git LFS, not the file: expected its content, which git lfs pull fetches" * pointer
+    )
 
 
 def owned(tokenizer: bool) -> re.Pattern[str]:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kvjax.checkpoint.card import write_said
-from kvjax.checkpoint.errors import CheckpointError
+from kvjax.checkpoint.errors import CheckpointError, listed
 from kvjax.checkpoint.folder import (
     DTYPE_NAMES,
     DTYPES,
@@ -160,7 +160,7 @@ def check_finite(path: Path, finite: Mapping[str, jax.Array], dtype: DTypeLike) 
     """Raises CheckpointError that names the tensors with NaN or infinity."""
     found = [name for name, good in finite.items() if not bool(good)]
     if found:
-        raise CheckpointError(path, [f"NaN or infinity as {jnp.dtype(dtype).name} in tensor(s): {', '.join(found)}"])
+        raise CheckpointError(path, [f"NaN or infinity as {jnp.dtype(dtype).name} in tensor(s): {listed(found)}"])
 
 
 def save_hf(

@@ -60,7 +60,8 @@ def needed_tokenizer(source: Source, model: str) -> PreTrainedTokenizerBase:
     if problems:
         raise CheckpointError(source.path, problems)
     if tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer, which text prompts need")
+        expected = "tokenizer.json, tokenizer.model or vocab.json"
+        raise ValueError(f"{model} has no tokenizer, which text prompts need: expected {expected}")
     return tokenizer
 
 

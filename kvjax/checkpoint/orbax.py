@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kvjax.checkpoint.card import read_card, write_said
-from kvjax.checkpoint.errors import CheckpointError, one_line, orbax_writes
+from kvjax.checkpoint.errors import CheckpointError, listed, one_line, orbax_writes
 from kvjax.checkpoint.folder import (
     DTYPE_NAMES,
     DTYPES,
@@ -192,7 +192,7 @@ def _compare(stored: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> list
     problems = []
     for kind, names in (("missing", shapes.keys() - stored.keys()), ("unexpected", stored.keys() - shapes.keys())):
         if names:
-            problems.append(f"{kind} array(s): {', '.join(sorted(names))}")
+            problems.append(f"{kind} array(s): {listed(sorted(names))}")
     for path in sorted(shapes.keys() & stored.keys()):
         shape, dtype = tuple(stored[path].shape), jnp.dtype(stored[path].dtype)
         if shape != shapes[path]:

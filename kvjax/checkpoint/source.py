@@ -13,7 +13,7 @@ from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.experts import experts_apart
 from kvjax.checkpoint.folder import read_config
 from kvjax.checkpoint.mxfp4 import dequantised
-from kvjax.checkpoint.tensors import Stored, open_tensors
+from kvjax.checkpoint.tensors import Stored, matrices, open_tensors
 from kvjax.checkpoint.text_tensors import text_tensors
 from kvjax.checkpoint.tokenizer_files import read_tokenizer
 from kvjax.checks import installs
@@ -72,6 +72,9 @@ class Folder:
     def open(self, stack: ExitStack, problems: list[str]) -> tuple[dict[str, Stored], set[str] | None]:
         config = self.config()
         tensors, unreadable = text_tensors(*open_tensors(self.path, stack, problems), config)
+        embed, unembed = matrices(config, self.weights)
+        if config.tie_embeddings and unembed in tensors and embed not in {*tensors, *(unreadable or ())}:
+            tensors[embed] = tensors.pop(unembed)  # safetensors' save_model writes one of two equal tensors, this one
         return experts_apart(dequantised(tensors), config), unreadable
 
 

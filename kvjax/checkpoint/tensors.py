@@ -18,8 +18,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from kvjax.checkpoint.errors import CheckpointError, one_line
-from kvjax.checkpoint.folder import DTYPES, INDEX, PICKLES, WEIGHTS, read_json
+from kvjax.checkpoint.errors import MOST, CheckpointError, listed, one_line
+from kvjax.checkpoint.folder import DTYPES, INDEX, PICKLES, WEIGHTS, read_json, unfetched
 from kvjax.checks import shown
 from kvjax.models import DecoderConfig, Weight, hf_shapes
 
@@ -67,9 +67,9 @@ def open_tensors(folder: Path, stack: ExitStack, problems: list[str]) -> tuple[d
         names = set(file.keys())
         duplicates, absent = sorted(tensors.keys() & names), sorted(placed - names)
         if duplicates:
-            problems.append(f"tensor(s) in more than one file: {', '.join(duplicates)}")
+            problems.append(f"tensor(s) in more than one file: {listed(duplicates)}")
         if absent:
-            problems.append(f"{INDEX} places tensor(s) in {name} that it does not hold: {', '.join(absent)}")
+            problems.append(f"{INDEX} places tensor(s) in {name} that it does not hold: {listed(absent)}")
         tensors |= {name: file.get_slice(name) for name in names}
         unreadable |= set(absent)
     return tensors, unreadable
@@ -94,6 +94,9 @@ def _open_file(folder: Path, name: str, stack: ExitStack, problems: list[str]) -
         problems.append(f"{INDEX} names {name}, which does not exist")
     else:
         try:
+            if pointer := unfetched(folder / name):
+                problems.append(pointer)
+                return None
             return stack.enter_context(safe_open(folder / name, framework="numpy"))
         except (SafetensorError, OSError) as error:
             problems.append(f"{name} is truncated or not a safetensors file: {one_line(error)}")
@@ -121,7 +124,7 @@ def compare(
 ) -> list[str]:
     """Compares the tensors with the config, and returns one sentence per problem.
 
-    The problems are missing and unexpected tensors, wrong shapes and dtypes.
+    The problems are missing and unexpected tensors, and wrong shapes and dtypes. The first MOST of each are named.
 
     Args:
         tensors: the tensors by name, from `open_tensors`.
@@ -135,7 +138,7 @@ def compare(
     expected = hf_shapes(weights(config), shapes)
     missing = [] if unreadable is None else [name for name in expected if name not in tensors.keys() | unreadable]
     if missing:
-        problems.append(f"missing tensor(s): {', '.join(missing)}")
+        problems.append(f"missing tensor(s): {listed(missing)}")
     embed, unembed = matrices(config, weights)
     if unembed in missing and embed in tensors:
         problems.append(
@@ -143,15 +146,19 @@ def compare(
             "tie_word_embeddings=true if it is the embedding matrix"
         )
     expected[unembed] = expected[embed]  # a checkpoint may store the output matrix although it is tied
+    wrong = []
     for name in (name for name in expected if name in tensors):
         shape, dtype = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
         if shape != expected[name]:
-            problems.append(f"{name} has shape {shape}; {described} asks for {expected[name]}")
+            wrong.append(f"{name} has shape {shape}; {described} asks for {expected[name]}")
         if dtype not in DTYPES:
-            problems.append(f"{name} has dtype {dtype}; accepted: {', '.join(DTYPES)}")
+            wrong.append(f"{name} has dtype {dtype}; accepted: {', '.join(DTYPES)}")
+    problems += wrong[:MOST]
+    if len(wrong) > MOST:
+        problems.append(f"{len(wrong) - MOST:,} more such shapes and dtypes")
     unexpected = sorted(name for name in tensors.keys() - expected.keys() if not DERIVED.search(name))
     if unexpected:
-        problems.append(f"unexpected tensor(s): {', '.join(unexpected)}")
+        problems.append(f"unexpected tensor(s): {listed(unexpected)}")
     return problems
 
 

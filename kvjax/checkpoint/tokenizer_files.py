@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.checkpoint.errors import one_line
-from kvjax.checkpoint.folder import TOKENIZER, read_json
+from kvjax.checkpoint.folder import TOKENIZER, read_json, unfetched
 from kvjax.checks import installs, shown
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 OWN = "own"  # the argument that stands for the tokenizer of the checkpoint
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+OTHERS = ("tekken.json", "tiktoken.model", "tokenizer_config.json")  # files of tokenizers that may lack all of these
+# The families whose own tokenizer, which is code of the checkpoint, puts the first token before a text by default.
+BEGIN = ("internlm2",)
 
 
 def check_given(tokenizer: Any) -> None:
@@ -31,20 +34,41 @@ def check_given(tokenizer: Any) -> None:
 
 def read_tokenizer(folder: Path, problems: list[str]) -> PreTrainedTokenizerBase | None:
     """Returns the folder's tokenizer, or None if it has none. Appends to `problems` if the tokenizer is unreadable."""
-    if not any((folder / name).is_file() for name in VOCABULARIES):
+    files = [folder / name for name in VOCABULARIES if (folder / name).is_file()]
+    if not files:
+        if others := [name for name in OTHERS if (folder / name).is_file()]:
+            problems.append(f"its tokenizer has {', '.join(others)}: expected one of {', '.join(VOCABULARIES)}")
         return None
     with transformers_quietly():
         from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
     try:
-        said = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        if pointers := [pointer for file in files if (pointer := unfetched(file))]:
+            problems.append(f"its tokenizer cannot be read: {', '.join(pointers)}")
+            return None
+        said, own = (_fields(folder / name) for name in ("config.json", "tokenizer_config.json"))
         # transformers would check the config of the model, of which only the kind matters for a tokenizer.
         kind = said.get("model_type")
         config = CONFIG_MAPPING[kind]() if kind in CONFIG_MAPPING else PreTrainedConfig()
+        config.model_type = kind or config.model_type
         config.tokenizer_class = said.get("tokenizer_class")
-        return AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
+        begins = kind in BEGIN and files == [folder / "tokenizer.model"] and "add_bos_token" not in own
+        return AutoTokenizer.from_pretrained(
+            folder,
+            config=config,
+            local_files_only=True,
+            trust_remote_code=False,
+            **({"add_bos_token": True} if begins else {}),
+        )
     except Exception as error:  # the parsers raise many exception types, bare Exception among them
-        problems.append(f"its tokenizer cannot be read: {_advice(folder)}{one_line(error)}")
+        reason = f"{_advice(folder)}{one_line(error)}"
+        if "trust_remote_code" in reason:
+            reason = "it is code of the checkpoint (auto_map in tokenizer_config.json), which kvjax never runs"
+        problems.append(f"its tokenizer cannot be read: {reason}")
         return None
+
+
+def _fields(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
 
 
 def _advice(folder: Path) -> str:

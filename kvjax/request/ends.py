@@ -14,7 +14,7 @@ from kvjax.models import Decoder
 EndTokens: TypeAlias = int | Sequence[int] | Sequence[Sequence[int]] | None
 
 # The tokens that end a turn in published chat templates. gpt-oss ends messages within a turn with <|end|>.
-TURN_ENDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<|eom_id|>")
+TURN_ENDS = ("<end_of_turn>", "<turn|>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|end_of_turn|>", "<|eom_id|>")
 MESSAGE_END, RETURN = "<|end|>", "<|return|>"  # of gpt-oss
 
 

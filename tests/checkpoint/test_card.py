@@ -72,6 +72,19 @@ def test_a_fact_that_has_changed_is_written(tmp_path):
     assert changed == written(tmp_path / "first", "config.json") | {"dtype": "bfloat16"}
 
 
+def test_a_byte_order_mark_is_no_part_of_the_json(tmp_path):
+    """Editors of Windows write one."""
+    save_hf(decoder(), tmp_path / "first")
+    config = (tmp_path / "first" / "config.json").read_text()
+    for name, text in (("config.json", config), ("generation_config.json", json.dumps({"eos_token_id": 3}))):
+        (tmp_path / "first" / name).write_text(text, "utf-8-sig")
+    params, _ = load(tmp_path / "first")
+    assert params.card.end_tokens == (3,)
+    save_hf(params, tmp_path / "second")
+    assert (tmp_path / "second" / "config.json").read_text() == config
+    assert written(tmp_path / "second", "generation_config.json") == {"eos_token_id": 3}
+
+
 SAID = [
     ({"eos_token_id": 3}, (3,), None),
     ({"eos_token_id": [3, 5, 3, 99]}, (3, 5), None),
@@ -218,6 +231,7 @@ class Tokenizer:
 
 def test_turns_end_where_chat_templates_end_them():
     assert turn_ends(Tokenizer("a<|im_end|>b", "<unk>", "<|im_end|>", "<|eot_id|>")) == [1]
+    assert turn_ends(Tokenizer("<|turn>model a<turn|>", "<|turn>", "<turn|>")) == [1]  # Gemma 4
     assert turn_ends(Tokenizer({"default": "<end_of_turn>"}, "<unk>", "<end_of_turn>")) == [1]
     assert turn_ends(Tokenizer("<|im_end|>", "<unk>")) == []  # several tokens
     assert turn_ends(Tokenizer("<|end|> <|return|>", "<unk>", "<|end|>")) == []  # gpt-oss ends messages so

@@ -105,6 +105,14 @@ def test_output_matrix_beside_tied_embeddings_unties_them_if_it_differs(tmp_path
     assert json.loads((tmp_path / "again" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
+def test_the_output_matrix_alone_is_that_of_tied_embeddings(tmp_path):
+    """safetensors' `save_model` writes the first name of two tensors that are one, which is this one."""
+    params = decoder(tie_word_embeddings=True)
+    save_hf(params, tmp_path)
+    edit(tmp_path, lm_head__weight=load_file(tmp_path / WEIGHTS)[EMBED], model__embed_tokens__weight=None)
+    assert_equal(load(tmp_path)[0], params)
+
+
 def test_a_missing_output_matrix_says_that_the_config_does_not_tie_it(folder):
     edit(folder, lm_head__weight=None)
     missing, untied = problems(load, folder)
@@ -159,11 +167,18 @@ def test_no_config(folder):
     assert problems(load, folder) == ("it has no config.json",)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[]", "is not a JSON object")])
-@pytest.mark.parametrize("file", ["config.json", INDEX])
-def test_json_that_cannot_be_read(folder, file, text, message):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[]", "is not a JSON object"),
+        ("{}".encode("utf-16"), "not valid JSON: 'utf-8' codec"),
+    ],
+)
+@pytest.mark.parametrize("file", ["config.json", INDEX, "generation_config.json"])
+def test_json_that_cannot_be_read(folder, file, content, message):
     shard(folder)
-    (folder / file).write_text(text)
+    (folder / file).write_bytes(content)
     (problem,) = problems(load, folder)
     assert problem.startswith(file)
     assert message in problem

@@ -55,6 +55,15 @@ def test_old_weights_of_a_folder_are_removed(tmp_path):
     assert {file.name for file in folder.iterdir()} == {"config.json", "params"}
 
 
+@pytest.mark.parametrize("name", ["model-00001-of-000002", "model.safetensors-00001-of-00002", "model-1-of-2"])
+def test_old_weights_have_the_names_of_published_ones(tmp_path, name):
+    """DeepSeek's files have six digits, and Qwen3.5's another place for the ending."""
+    (tmp_path / f"{name}.safetensors").write_bytes(b"old")
+    (tmp_path / "model-card-1-of-2.safetensors").write_bytes(b"other")
+    save_hf(decoder(), tmp_path, overwrite=True)
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", WEIGHTS, "model-card-1-of-2.safetensors"}
+
+
 def test_file_size_that_is_not_accepted(tmp_path):
     with pytest.raises(ValueError, match="max_shard_bytes=0: expected an integer >= 1"):
         save_hf(decoder(), tmp_path, max_shard_bytes=0)

@@ -87,6 +87,12 @@ def test_the_outer_config_ties_the_embeddings(multimodal):
     assert config_from_hf(changed(multimodal, tie_word_embeddings=True)).tie_embeddings
 
 
+def test_the_outer_config_says_where_answers_end(multimodal):
+    """As Gemma 4 is published: the token that ends turns is an end there, and that of texts alone is inside."""
+    (multimodal / "config.json").write_text(json.dumps(changed(multimodal, eos_token_id=[5, 6], pad_token_id=None)))
+    assert source_of(multimodal).card().end_tokens == (5, 6)
+
+
 @pytest.fixture
 def mixed(multimodal: Path) -> Path:
     """The folder with the dtypes of published ones: float32 for two vectors of each recurrent layer, else bfloat16."""

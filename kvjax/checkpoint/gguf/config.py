@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ FIELDS = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+ATTENTION = "rope.scaling.attn_factor"
 OPTIONAL = {
     "vocab_size",
     "attention.head_count_kv",
@@ -33,7 +35,7 @@ OPTIONAL = {
     "rope.scale_linear",
     "rope.scaling.type",
     "rope.scaling.factor",
-    "rope.scaling.attn_factor",
+    ATTENTION,
     "rope.scaling.original_context_length",
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
@@ -158,30 +160,32 @@ def _rope(named: str, keys: Mapping[str, Any], size: int, tensors: Mapping[str, 
     """The fields of a config that describe RoPE."""
     theta = keys.get("rope.freq_base", 10_000.0)
     scaling: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
-    kind = keys.get("rope.scaling.type", "linear" if "rope.scale_linear" in keys else "none")
+    scaled = "rope.scale_linear" in keys or "rope.scaling.factor" in keys
+    kind = keys.get("rope.scaling.type", "linear" if scaled else "none")  # as in llama.cpp
     original = keys.get("rope.scaling.original_context_length")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise _refused(named, "rope.scaling.type", kind, "none, linear, yarn, longrope")
-    if FREQUENCIES in tensors:
-        scaling |= _llama3(theta, size, tensors[FREQUENCIES])
+    llama3 = _llama3(theta, size, tensors[FREQUENCIES]) if FREQUENCIES in tensors else {}
+    if llama3 and kind != "none":
+        raise _refused(named, "rope.scaling.type", kind, f"none, beside the tensor {FREQUENCIES}")
+    if llama3:
+        scaling |= llama3
     elif SHORT in tensors and LONG in tensors:
-        scaling |= {"rope_type": "longrope", "attention_factor": keys.get("rope.scaling.attn_factor")}
+        scaling |= {"rope_type": "longrope", "attention_factor": keys.get(ATTENTION)}
         scaling |= {"short_factor": tensors[SHORT].tolist(), "long_factor": tensors[LONG].tolist()}
     elif kind == "longrope":
         raise UnsupportedModelError(f"{named}.rope.scaling.type='longrope' needs the tensors {SHORT} and {LONG}")
     elif kind == "linear":
         scaling |= {"rope_type": kind, "factor": keys.get("rope.scaling.factor", keys.get("rope.scale_linear"))}
     elif kind == "yarn":
-        fields = {
-            "factor": "factor",
-            "beta_fast": "yarn_beta_fast",
-            "beta_slow": "yarn_beta_slow",
-            "attention_factor": "attn_factor",
-        }
+        fields = {"factor": "factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
         found = {field: keys.get(f"rope.scaling.{key}") for field, key in fields.items()}
+        found["attention_factor"] = _times_yarns(named, keys)
         scaling |= {"rope_type": kind} | {field: value for field, value in found.items() if value is not None}
         if original is not None:
             scaling["original_max_position_embeddings"] = original
+    if scaling["rope_type"] not in ("longrope", "yarn") and keys.get(ATTENTION, 1) != 1:
+        raise _refused(named, ATTENTION, keys[ATTENTION], "1, unless RoPE is scaled by longrope or yarn")
     hf: dict[str, Any] = {"rope_parameters": scaling}
     if named == "gemma3":
         local = {"rope_theta": keys.get("rope.freq_base_swa", 10_000.0), "rope_type": "default"}
@@ -190,6 +194,17 @@ def _rope(named: str, keys: Mapping[str, Any], size: int, tensors: Mapping[str, 
         hf["partial_rotary_factor"] = keys.get("rope.dimension_count", size) / size
         hf["original_max_position_embeddings"] = original or keys["context_length"]
     return hf
+
+
+def _times_yarns(named: str, keys: Mapping[str, Any]) -> float | None:
+    """Returns yarn's attention factor, which llama.cpp multiplies by a factor of the file; None for yarn's own."""
+    factor, times = keys.get("rope.scaling.factor"), keys.get(ATTENTION, 1)
+    if times == 1:
+        return None
+    for key, value in {"rope.scaling.factor": factor, ATTENTION: times}.items():
+        if type(value) not in (int, float) or value <= 0:
+            raise _refused(named, key, value, "a positive number")
+    return float(times * (0.1 * math.log(factor) + 1))
 
 
 def _llama3(theta: float, size: int, divisors: np.ndarray) -> dict[str, Any]:

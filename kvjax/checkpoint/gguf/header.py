@@ -16,6 +16,7 @@ import numpy as np
 from gguf import GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGUF_VERSION, GGUFReader, GGUFValueType
 
 from kvjax.checkpoint.errors import CheckpointError
+from kvjax.checkpoint.folder import unfetched
 from kvjax.checks import shown
 
 VERSIONS = (2, GGUF_VERSION)
@@ -53,7 +54,9 @@ def read_header(path: Path) -> Header:
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != GGUF_MAGIC.to_bytes(4, "little"):
-        raise CheckpointError(path, [f"it is not a GGUF file: it starts with {magic!r}; expected b'GGUF'"])
+        raise CheckpointError(
+            path, [unfetched(path) or f"it is not a GGUF file: it starts with {magic!r}; expected b'GGUF'"]
+        )
     try:
         return _read(_Cursor(np.memmap(path, np.uint8, "r")))
     except _DamagedError as error:

@@ -54,10 +54,29 @@ def test_llama_3_stores_its_scaling_as_a_tensor(factor):
 def test_linear_and_yarn():
     assert config(rope__scaling__type="linear", rope__scaling__factor=2.0).rope.scaling == LinearScaling(2.0)
     assert config(rope__scale_linear=4.0).rope.scaling == LinearScaling(4.0)
+    assert config(rope__scaling__factor=4.0).rope.scaling == LinearScaling(4.0)  # llama.cpp's default type
+    assert config(rope__scaling__type="none", rope__scaling__factor=4.0).rope.scaling is None
     yarn = config(rope__scaling__type="yarn", rope__scaling__factor=4.0, rope__scaling__original_context_length=512)
     assert isinstance(yarn.rope.scaling, YarnScaling)
     assert yarn.rope.scaling.original_max_position_embeddings == 512
     assert yarn.rope.scaling.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
+
+
+@pytest.mark.parametrize("times", [1.0, 0.5])
+def test_the_attention_factor_of_a_file_multiplies_that_of_yarn(times):
+    """As in llama.cpp, which always multiplies q and k by 0.1 ln(factor) + 1 as well."""
+    keys = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__attn_factor": times}
+    assert config(**keys).rope.attention_factor == pytest.approx(times * (0.1 * np.log(4) + 1))
+
+
+def test_llama_3s_tensor_beside_another_scaling_is_refused():
+    keys = {"embedding_length": 512, "rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    ones = np.ones(64, np.float32)
+    assert isinstance(config(tensors={"rope_freqs.weight": ones}, **keys).rope.scaling, YarnScaling)
+    plain = Rope(10_000.0).frequencies(128)
+    divisors = (plain / Llama3Scaling(8.0, 1.0, 4.0, 8192)(plain, 10_000.0)).astype(np.float32)
+    with pytest.raises(UnsupportedModelError, match="type='yarn' is not supported; accepted: none, beside the tensor"):
+        config(tensors={"rope_freqs.weight": divisors}, **keys)
 
 
 def test_phi_stores_longrope_as_tensors_and_may_rotate_a_part():
@@ -113,6 +132,12 @@ def test_gemma_divides_queries_by_the_head_size_except_in_the_largest_models():
             "llama",
             {"rope__scaling__type": "su"},
             "rope.scaling.type='su' is not supported; accepted: none, linear, yarn",
+        ),
+        ("llama", {"rope__scaling__attn_factor": 1.2}, "attn_factor=1.2 is not supported; accepted: 1, unless"),
+        (
+            "llama",
+            {"rope__scaling__type": "yarn", "rope__scaling__factor": "4", "rope__scaling__attn_factor": 2.0},
+            "rope.scaling.factor='4' is not supported; accepted: a positive number",
         ),
         ("phi3", {"rope__scaling__type": "longrope"}, "longrope' needs the tensors rope_factors_short.weight and"),
         (

@@ -1,0 +1,31 @@
+"""Messages about checkpoints stay short where thousands of tensors are wrong."""
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from kvjax.checkpoint import load
+from kvjax.checkpoint.errors import MOST, listed
+from tests.checkpoint.folders import WEIGHTS, problems
+
+
+def test_the_first_names_are_listed_and_the_others_counted():
+    names = [str(i) for i in range(MOST + 1234)]
+    assert listed(names[:MOST]) == ", ".join(names[:MOST])
+    assert listed(names) == ", ".join(names[:MOST]) + " and 1,234 more"
+
+
+def test_tensors_under_other_names_are_two_short_problems(folder):
+    tensors = load_file(folder / WEIGHTS)
+    save_file({f"base.{name}": tensor for name, tensor in tensors.items()}, folder / WEIGHTS)
+    missing, unexpected = problems(load, folder)
+    for problem in (missing, unexpected):
+        assert problem.count(",") == MOST - 1
+        assert problem.endswith(f" and {len(tensors) - MOST} more")
+
+
+def test_wrong_dtypes_of_all_tensors_are_counted(folder):
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name: tensor.astype(np.int8) for name, tensor in tensors.items()}, folder / WEIGHTS)
+    found = problems(load, folder)
+    assert len(found) == MOST + 1
+    assert found[-1] == f"{len(tensors) - MOST} more such shapes and dtypes"
