@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.checks import check_path
-from kvjax.files.saved_caches import fingerprint, restore_on_host, save_cache
+from kvjax.files.saved_caches import check_described, fingerprint, restore_on_host, save_cache
 from kvjax.files.writing import BusyError, check_folder
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
@@ -102,10 +102,11 @@ class CacheStore:
             folder: where caches are also kept on disk, without a bound; None for memory alone.
 
         Raises:
-            ValueError: for what is no path of a folder.
+            ValueError: for what is no path of a folder, and for a policy whose caches cannot be on disk.
         """
         if folder is not None:
             check_path("prefix_folder", folder)
+            check_described(policy)
             check_folder(Path(folder).expanduser(), overwrite=True)
         self.hits = self.misses = self.nbytes = self.device_nbytes = 0
         self._params, self._memory, self._on_devices = params, memory, on_devices
