@@ -14,40 +14,46 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import kvjax
 from kvjax import policies
-from tests import test_disk_damage, test_odd_arguments
 from tests.cli import test_odd_options
 from tests.cli.conftest import saved
 from tests.evaluation import test_damaged_runs
 from tests.evaluation.test_report import write
+from tests.files import test_damage
+from tests.request import test_odd_arguments
 from tests.request.test_odd_arguments import FUNCTIONS, PARTS, TEXTS, Call, refused, without_programs
 from tests.tiny import decoder
 
 DAMAGES = 400
 
 
-def python(calls: Iterable[Call]) -> Iterator[str]:
-    for call, arguments in calls:
-        try:
-            yield "accepted" if refused(call, arguments) is None else "refused"
-        except BaseException as error:
-            yield f"{call} {arguments}: {error!r}"
+def outcome(call: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    try:
+        return "accepted" if refused(call, arguments) is None else "refused"
+    except BaseException as error:
+        return f"{call} {arguments}: {error!r}"
 
 
-def functions(folder: Path) -> Iterator[str]:
+def python(calls: Iterable[Call]) -> Generator[str, None, None]:
+    for call in calls:
+        yield outcome(*call)
+
+
+def functions(folder: Path) -> Generator[str, None, None]:
     for name in FUNCTIONS:
         calls = list(test_odd_arguments.calls_of_function(name, folder))
         with without_programs(folder):
             yield from python(calls)
 
 
-def commands(folder: Path) -> Iterator[str]:
+def commands(folder: Path) -> Generator[str, None, None]:
     (folder / "model").mkdir()
     model = saved(folder / "model", layers=1)
     with without_programs(folder):
@@ -56,34 +62,52 @@ def commands(folder: Path) -> Iterator[str]:
                 yield test_odd_options.outcome([command, *arguments])
 
 
-def runs(folder: Path) -> Iterator[str]:
+def runs(folder: Path) -> Generator[str, None, None]:
     rng, run = np.random.default_rng(0), write(folder / "run")
     for _ in range(DAMAGES):
         copy = shutil.copytree(run, folder / "copy")
         test_damaged_runs.damage(copy, rng)
-        try:
-            yield "accepted" if test_damaged_runs.reported(copy, None) is None else "refused"
-        except BaseException as error:
-            yield repr(error)
+        yield outcome(reported, {"run": copy})
         shutil.rmtree(copy)
 
 
-def caches(folder: Path) -> Iterator[str]:
+def reported(run: Path) -> None:
+    """Reports on a run. Raises ValueError with the message of a documented error."""
+    if (message := test_damaged_runs.reported(run, None)) is not None:
+        raise ValueError(message)
+
+
+def caches(folder: Path) -> Generator[str, None, None]:
     rng, params = np.random.default_rng(0), decoder()
     kvjax.save_cache(
         folder / "cache", kvjax.prefill(params, [[1, 2, 3, 4], [4, 2]], policy="kvcompose:budget=3"), params
     )
     for _ in range(DAMAGES):
         copy = shutil.copytree(folder / "cache", folder / "copy")
-        test_disk_damage.damage(copy, rng)
-        try:
-            kvjax.restore_cache(copy, params)
-            yield "damage was not noticed"
-        except kvjax.CheckpointError:
-            yield "refused"
-        except BaseException as error:
-            yield repr(error)
+        test_damage.damage(copy, rng)
+        found = outcome(kvjax.restore_cache, {"path": copy, "params": params})
+        yield "damage was not noticed" if found == "accepted" else found
         shutil.rmtree(copy)
+
+
+def kinds(within: Path) -> dict[str, Generator[str, None, None]]:
+    """The outcomes of each kind of calls, which have folders in that one."""
+
+    def folder(name: str) -> Path:
+        (within / name).mkdir()
+        return within / name
+
+    return {
+        "presets": (
+            outcome for name in policies.PRESETS for outcome in python(test_odd_arguments.calls_of_preset(name))
+        ),
+        "parts": (outcome for name in PARTS for outcome in python(test_odd_arguments.calls_of_part(name))),
+        "texts": (outcome for text in TEXTS for outcome in python(test_odd_arguments.calls_of_text(text))),
+        "public functions": functions(folder("functions")),
+        "options of commands": commands(folder("commands")),
+        "damaged run folders": runs(folder("runs")),
+        "damaged saved caches": caches(folder("caches")),
+    }
 
 
 def main() -> int:
@@ -91,23 +115,7 @@ def main() -> int:
     print("| kind | calls | refused by a documented error | accepted | defects | slowest refusal, s |")
     print("|---|---:|---:|---:|---:|---:|", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
-
-        def folder(name: str) -> Path:
-            (Path(temporary) / name).mkdir()
-            return Path(temporary) / name
-
-        kinds = {
-            "presets": (
-                outcome for name in policies.PRESETS for outcome in python(test_odd_arguments.calls_of_preset(name))
-            ),
-            "parts": (outcome for name in PARTS for outcome in python(test_odd_arguments.calls_of_part(name))),
-            "texts": (outcome for text in TEXTS for outcome in python(test_odd_arguments.calls_of_text(text))),
-            "public functions": functions(folder("functions")),
-            "options of commands": commands(folder("commands")),
-            "damaged run folders": runs(folder("runs")),
-            "damaged saved caches": caches(folder("caches")),
-        }
-        for kind, outcomes in kinds.items():
+        for kind, outcomes in kinds(Path(temporary)).items():
             found: Counter[str] = Counter()
             slowest, before = 0.0, time.process_time()
             for outcome in outcomes:

@@ -44,18 +44,29 @@ class Grammar:
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any]) -> Grammar:
         """JSON that a schema accepts. Keywords that llguidance does not know are errors when the grammar is used."""
-        compiled = _library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_BLANKS)
-        return cls(compiled)
+        if not isinstance(schema, Mapping):
+            raise GrammarError(f"the JSON schema is {shown(schema)}: expected a dict")
+        try:
+            return cls(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_BLANKS))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise GrammarError(f"the JSON schema is {shown(schema)}: expected JSON; {cut(str(error))}") from None
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
         """Text that a regular expression, in the form of Rust's regex, matches as a whole."""
-        return cls(_library().LLMatcher.grammar_from_regex(pattern))
+        return cls(_library().LLMatcher.grammar_from_regex(_checked("regular expression", pattern)))
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
         """A grammar in llguidance's dialect of Lark."""
-        return cls(_library().LLMatcher.grammar_from_lark(text))
+        return cls(_library().LLMatcher.grammar_from_lark(_checked("grammar", text)))
+
+
+def _checked(what: str, text: Any) -> str:
+    """The text. Raises GrammarError for what is no text in UTF-8."""
+    if not isinstance(text, str) or text != text.encode(errors="ignore").decode():
+        raise GrammarError(f"the {what} is {shown(text)}: expected a string in UTF-8")
+    return text
 
 
 _BLANKS = {"whitespace_pattern": BLANK}

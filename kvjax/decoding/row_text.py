@@ -62,6 +62,8 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
 
 def shown_ids(names: Sequence[str], tokenizer: Any) -> frozenset[int]:
     """The ids of special tokens. Raises ValueError for other names."""
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"shown_tokens={shown(names)}: expected a list of special tokens")
     special = special_ids(tokenizer) if names else {}
     if unknown := [name for name in names if name not in special]:
         expected = f"expected special tokens of the tokenizer, which are {shown([*special])}"

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 
 from kvjax.checks import check_size, shown
 from kvjax.decoding.grammars import Grammars
@@ -122,6 +123,10 @@ class Engine:
         check_size("max_queue", max_queue)
         if steps_at_once is not None:
             check_size("steps_at_once", steps_at_once)
+        if not isinstance(guided, bool):
+            raise ValueError(f"guided={shown(guided)}: expected True or False")
+        if not isinstance(beside, list | tuple) or not all(isinstance(each, Footprint) for each in beside):
+            raise ValueError(f"beside={shown(beside)}: expected a list of the footprints of other engines")
         plans = plans_of(
             params,
             policy,
@@ -255,6 +260,13 @@ class Engine:
         if self._follow is not None:
             raise RuntimeError(
                 f"requests go to the engine of process 0; on process {jax.process_index()} call follow()"
+            )
+        seeds = seeds.tolist() if isinstance(seeds, np.ndarray) else seeds
+        lists = all(isinstance(each, Sequence) and not isinstance(each, str) for each in (prompts, seeds))
+        if not lists or len(prompts) != len(seeds):
+            raise ValueError(
+                f"prompts={shown(prompts)} and seeds={shown(seeds)}: expected a list of prompts, and one of a seed per "
+                "prompt"
             )
         if len(prompts) > self._loop.capacity:
             raise ValueError(

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from kvjax.checks import shown
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.runtime.modes import own_modes
@@ -52,8 +53,8 @@ class Engines(Mapping[str, Engine]):
             ValueError: as `Engine`; for engines that do not fit into the memory together, before anything is compiled;
                 and for several policies on the devices of several processes.
         """
-        if not policies:
-            raise ValueError("there is no policy: expected at least one")
+        if not isinstance(policies, Mapping) or not policies:
+            raise ValueError(f"policies={shown(policies)}: expected a dict of at least one policy by name")
         each: dict[str, Any] = {
             "rows": rows,
             "max_prompt": max_prompt,

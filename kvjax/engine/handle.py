@@ -8,11 +8,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from jaxtyping import Float, Int
+
+from kvjax.checks import shown
 
 Top = tuple[tuple[int, float], ...]  # ids and log-probabilities
 Finish = Literal["end", "stop", "length", "cancelled"]
@@ -175,13 +178,17 @@ class Handle:
             timeout: the most seconds to wait; None for no limit.
 
         Raises:
+            ValueError: for a `timeout` that is no number.
             TimeoutError: the answer has not ended in that time. It goes on.
             EngineClosedError: the engine's loop failed; the cause is its error.
             FloatingPointError: logits are NaN or infinite. The message names the position.
         """
+        if timeout is not None and (not isinstance(timeout, Real) or timeout != timeout):
+            raise ValueError(f"timeout={shown(timeout)}: expected a number of seconds, or None")
+        most = None if timeout is None else float(min(max(timeout, 0), threading.TIMEOUT_MAX / 2))
         with self._feed.changed:
-            if not self._feed.changed.wait_for(lambda: self._feed.ended, timeout):
-                raise TimeoutError(f"the answer has not ended within {timeout:g} seconds")
+            if not self._feed.changed.wait_for(lambda: self._feed.ended, most):
+                raise TimeoutError(f"the answer has not ended within {most:g} seconds")
         return self._answer()
 
     async def __aiter__(self) -> AsyncIterator[Token]:

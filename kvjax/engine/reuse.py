@@ -60,6 +60,14 @@ def check_prefixes(policy: Policy) -> None:
         )
 
 
+def _bytes_for(what: str, memory: Any, least: int) -> int:
+    """The bytes of a store. Raises ValueError for less than one of its caches takes."""
+    name = f"{what}_memory"
+    if (count := bytes_of(memory, name)) < least:
+        raise ValueError(f"{name}={shown(memory)}: expected at least {least:,} bytes, which one {what} takes, or None")
+    return count
+
+
 class Reuse:
     """The stores of an engine.
 
@@ -84,30 +92,26 @@ class Reuse:
             ValueError: for an argument that is not accepted.
         """
         self._plans = plans
+        row = tree_bytes(planned_row(params.config, plans))  # with all of its arrays
         self.prefixes: CacheStore | None = None
         self.conversations: CacheStore | None = None
         if prefix_memory is not None:
             check_prefixes(plans.policy)
-            memory = bytes_of(prefix_memory, "prefix_memory")
+            # Of prefixes on disk, the memory may hold none.
+            memory = _bytes_for("prefix", prefix_memory, row if prefix_folder is None else 0)
             self.prefixes = CacheStore(params, plans.policy, plans.sizes, memory=memory, folder=prefix_folder)
         elif prefix_folder is not None:
             raise ValueError(f"prefix_folder={shown(prefix_folder)} without prefix_memory: expected both")
         if prefix_folder is not None and plans.on_hosts:
             raise ValueError("prefix_folder on the devices of several processes: expected prefix_memory alone")
         if conversation_memory is not None:
-            memory = bytes_of(conversation_memory, "conversation_memory")
-            row = tree_bytes(planned_row(params.config, plans))  # with all of its arrays
-            if memory < row:
-                raise ValueError(
-                    f"conversation_memory={shown(conversation_memory)}: expected at least {row:,} bytes, which one "
-                    "conversation takes, or None"
-                )
+            memory = _bytes_for("conversation", conversation_memory, row)
             on_devices = caches_on_devices(params.config, plans)
             if conversation_device_memory is not None and not on_devices:
-                row = bytes_of_row_per_device(params.config, plans)
+                least = bytes_of_row_per_device(params.config, plans)
                 raise ValueError(
-                    f"conversation_device_memory={shown(conversation_device_memory)}: expected at least {row:,} bytes, "
-                    "which one conversation takes on each device, or None"
+                    f"conversation_device_memory={shown(conversation_device_memory)}: expected at least {least:,} "
+                    "bytes, which one conversation takes on each device, or None"
                 )
             self.conversations = CacheStore(params, plans.policy, plans.sizes, memory=memory, on_devices=on_devices)
         elif conversation_device_memory is not None:

@@ -7,7 +7,6 @@ recently used ones go first, from the devices to the host, and from the host for
 from __future__ import annotations
 
 import hashlib
-import shutil
 import threading
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.checks import check_path
-from kvjax.files.saved_caches import fingerprint, restore_on_host, save_cache
-from kvjax.files.writing import check_folder
+from kvjax.files.saved_caches import check_described, fingerprint, restore_on_host, save_cache
+from kvjax.files.writing import BusyError, check_folder
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
@@ -103,10 +102,11 @@ class CacheStore:
             folder: where caches are also kept on disk, without a bound; None for memory alone.
 
         Raises:
-            ValueError: for what is no path of a folder.
+            ValueError: for what is no path of a folder, and for a policy whose caches cannot be on disk.
         """
         if folder is not None:
             check_path("prefix_folder", folder)
+            check_described(policy)
             check_folder(Path(folder).expanduser(), overwrite=True)
         self.hits = self.misses = self.nbytes = self.device_nbytes = 0
         self._params, self._memory, self._on_devices = params, memory, on_devices
@@ -162,7 +162,12 @@ class CacheStore:
         None if there is none to go. Raises OSError if the cache cannot be written to disk.
         """
         if self._folder is not None:
-            save_cache(self._folder / key, stored.cache, self._params, overwrite=True)
+            try:
+                save_cache(self._folder / key, stored.cache, self._params, overwrite=True)
+            except BusyError:  # another engine is writing the same cache
+                pass
+            except ValueError as error:  # something else is in the way
+                raise OSError(str(error)) from None
         return self._keep(key, stored)
 
     @property
@@ -193,13 +198,12 @@ class CacheStore:
             return stored
 
     def _from_disk(self, key: str, length: int) -> Stored | None:
-        """The cache that an engine wrote earlier. A damaged one is removed, and read again."""
+        """The cache that an engine wrote earlier; None for a damaged one, or one that is being written."""
         if self._folder is None or not (self._folder / key).is_dir():
             return None
         try:
             cache = restore_on_host(self._folder / key, self._params)
         except ValueError:
-            shutil.rmtree(self._folder / key, ignore_errors=True)
             return None
         return Stored(length, cache)
 

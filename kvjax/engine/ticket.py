@@ -113,6 +113,8 @@ class Ticket:
         for name in ("log_probs", "reuse"):
             if not isinstance(value := getattr(options, name), bool):
                 raise ValueError(f"{name}={shown(value)}: expected True or False")
+        if options.guide is not None and (not isinstance(options.guide, Guide) or grammars is None):
+            raise ValueError(f"guide={shown(options.guide)}: expected a Guide, and Engine(..., guided=True)")
         row_of = partial(
             _row, tokenizer=tokenizer, vocab_size=vocab_size, chat_template_kwargs=options.chat_template_kwargs
         )
@@ -136,8 +138,7 @@ class Ticket:
         named = shown_ids(options.shown_tokens, tokenizer) - closes
         guided = None
         if options.guide is not None:
-            if not isinstance(options.guide, Guide) or grammars is None:
-                raise ValueError(f"guide={shown(options.guide)}: expected a Guide, and Engine(..., guided=True)")
+            assert grammars is not None
             guided = Guided(options.guide, grammars, vocab_size, closes, echoed[1:])
         given = ends.shape[1]
         if given > sizes.ends:

@@ -48,12 +48,14 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder, overwrite: boo
         overwrite: whether the folder may hold files. A saved cache is then replaced, and all other files stay.
 
     Raises:
-        ValueError: if the folder is not empty and `overwrite` is False, if a folder has the name of a file to write, or
-            if another process is writing the folder.
+        ValueError: for a policy that no text describes to `restore_cache`, such as one with parts of a script; if the
+            folder is not empty and `overwrite` is False, if a folder has the name of a file to write, or if another
+            process is writing the folder.
         OSError: if the folder or a file cannot be written.
     """
     check_type("cache", cache, KVCache)
     check_params(params)
+    check_described(cache.policy)
     arrays = _named(cache)
     facts = {
         "policy": repr(cache.policy),
@@ -71,6 +73,16 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder, overwrite: boo
             checkpointer.save(folder, args=saved)
         if jax.process_index() == 0:
             checksums.write_checksums(folder)
+
+
+def check_described(policy: Policy) -> None:
+    """Raises ValueError for a policy whose text does not describe it, so that no cache could be restored."""
+    try:
+        parse(repr(policy))
+    except ValueError as error:
+        raise ValueError(
+            f"a cache of this policy cannot be restored from a file: {error}, or a part of a package that has presets"
+        ) from None
 
 
 @own_modes()

@@ -32,6 +32,10 @@ CONTENT, NOTE = "content", "note.json"  # within both of them: what is written, 
 OVERWRITE = "overwrite=True"
 
 
+class BusyError(ValueError):
+    """Another process, or another thread, is writing the folder."""
+
+
 def check_file(path: Path, overwrite: bool, argument: str = OVERWRITE) -> None:
     """Checks a file to write.
 
@@ -256,7 +260,7 @@ def _check_way(folder: Path, name: str) -> None:
 
 @contextmanager
 def _lock(folder: Path, wait: bool = False) -> Iterator[None]:
-    """Locks a folder against other writers, where the file system has locks. Raises ValueError if one is writing."""
+    """Locks a folder against other writers, where the file system has locks. Raises BusyError if one is writing."""
     if sys.platform == "win32":
         yield
         return
@@ -265,7 +269,7 @@ def _lock(folder: Path, wait: bool = False) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            raise ValueError(f"another process is writing {folder}: expected one at a time") from None
+            raise BusyError(f"another process is writing {folder}: expected one at a time") from None
         except OSError:  # a network file system without locks
             pass
         yield

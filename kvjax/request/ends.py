@@ -46,6 +46,7 @@ def end_tokens(eos: EndTokens, default: Sequence[int], batch: int) -> Int[np.nda
     eos = default if eos is None else eos
     eos = eos.tolist() if hasattr(eos, "tolist") else eos
     given: list[Any] = list(eos) if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos]
+    given = [each.tolist() if hasattr(each, "tolist") else each for each in given]
     by_row = bool(given) and all(isinstance(row, Iterable) and not isinstance(row, str) for row in given)
     rows = [list(row) for row in given] if by_row else [given] * batch
     if not all(is_integer(token) and 0 <= token <= LARGEST for row in rows for token in row):

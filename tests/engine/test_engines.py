@@ -87,7 +87,7 @@ def test_the_second_engine_counts_the_first(shallow: Decoder) -> None:
 
 
 def test_other_engines_that_cannot_be_made(shallow: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="there is no policy: expected at least one"):
+    with pytest.raises(ValueError, match="expected a dict of at least one policy by name"):
         Engines(shallow, {}, **SIZES)
     with pytest.raises(ValueError, match="policy=3"):
         Engines(shallow, {"a": "full", "b": 3}, **SIZES)  # type: ignore[dict-item]

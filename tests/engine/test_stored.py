@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,8 @@ import kvjax
 from kvjax.engine.sizes import Sizes
 from kvjax.engine.stats import StoreCounts
 from kvjax.engine.stored import CacheStore, Stored
+from kvjax.files.saved_caches import OWNED
+from kvjax.files.writing import new_folder
 from kvjax.models import Decoder
 from kvjax.policies import parse
 
@@ -127,4 +130,29 @@ def test_caches_on_disk_serve_later_engines(tiny: Decoder, tmp_path: Path) -> No
     again = store()
     assert again.get(np.arange(3)) is None
     assert (again.hits, again.misses) == (0, 1)
-    assert not (tmp_path / key).exists()
+    again.put(key, host)
+    assert store().get(np.arange(3)) is not None
+
+
+def test_engines_that_write_the_same_cache_at_a_time(tiny: Decoder, tmp_path: Path) -> None:
+    """The second one leaves the first one's files alone, and has the cache in memory. So does one that reads it."""
+    host, tokens = on_host(tiny), np.arange(3)
+    store, later = (CacheStore(tiny, POLICY, SIZES, memory=10**6, folder=tmp_path) for _ in range(2))
+    key = store.key(tokens)
+    with new_folder(tmp_path / key, OWNED, "facts/metadata", overwrite=True) as first:
+        first.mkdir()
+        (first / "half").write_text("of it")
+        assert later.get(tokens) is None
+        store.put(key, host)
+        assert store.get(tokens) is host
+        assert (first / "half").exists()
+
+
+def test_what_is_no_cache_on_disk_is_an_error_of_the_system(tiny: Decoder, tmp_path: Path) -> None:
+    """The loop of an engine ends that request, and goes on."""
+    store = CacheStore(tiny, POLICY, SIZES, memory=10**6, folder=tmp_path)
+    key = store.key(np.arange(3))
+    (tmp_path / key).write_text("a file")
+    assert store.get(np.arange(3)) is None
+    with pytest.raises(OSError, match="is a file: expected a folder"):
+        store.put(key, on_host(tiny))

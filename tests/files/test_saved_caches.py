@@ -1,6 +1,6 @@
 """Caches on disk: a restored cache equals the saved one, and is refused for another model or policy."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -10,7 +10,9 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.files.saved_caches import check_described
 from kvjax.models import Decoder
+from tests.policy.presets import ALL
 from tests.test_generate import ROWS as GENERATE_ROWS  # its programs serve here
 from tests.test_generate import generate
 from tests.tiny import decoder, random_statistics, step
@@ -76,6 +78,30 @@ def test_round_trip_of_a_cache_before_its_prompt(shallow: Decoder, tmp_path: Pat
     cache = kvjax.empty_cache(shallow, kvjax.policies.snapkv(24, window=4), np.array([44, 5]))
     kvjax.save_cache(tmp_path / "cache", cache, shallow)
     assert_equal(kvjax.restore_cache(tmp_path / "cache", shallow), cache)
+
+
+@dataclass(frozen=True)
+class OfAScript(kvjax.Score):
+    def __call__(self, entries, moment):
+        return -entries.positions.astype(jnp.float32)
+
+
+def test_a_policy_that_no_file_can_describe(shallow: Decoder, tmp_path: Path) -> None:
+    """`restore_cache` could not read its cache, so none is written, by an engine either."""
+    message = "cannot be restored from a file: .* unknown part OfAScript: expected one of kvjax.parts, or a part of a p"
+    policy = replace(kvjax.policies.knorm(24), score=OfAScript())
+    cache = kvjax.empty_cache(shallow, policy, np.array([3]))
+    with pytest.raises(ValueError, match=message):
+        kvjax.save_cache(tmp_path / "cache", cache, shallow)
+    sizes = {"rows": 1, "max_prompt": 16, "max_new_tokens": 4}
+    with pytest.raises(ValueError, match=message):
+        kvjax.Engine(shallow, policy, **sizes, prefix_memory="1MB", prefix_folder=tmp_path / "prefixes")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_preset_is_described() -> None:
+    for text in ALL:
+        check_described(kvjax.policies.parse(text))
 
 
 SAVED = kvjax.policies.morphkv(24, window=4, every=4)

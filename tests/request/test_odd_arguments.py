@@ -150,6 +150,7 @@ FUNCTIONS = (
         "plan_cache",
     ),
     *("make_mesh", "shard", "load", "restore", "save", "save_hf", "save_cache", "restore_cache", "Sampler", "Greedy"),
+    "Engine",
 )
 
 
@@ -181,6 +182,7 @@ def functions(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
         "restore_cache": (kvjax.restore_cache, {"path": folder / "nowhere", "params": params}),
         "Sampler": (kvjax.Sampler, {}),
         "Greedy": (kvjax.Greedy, {}),
+        "Engine": (kvjax.Engine, {"params": params, "rows": 2, "max_prompt": 16, "max_new_tokens": 4}),
     }
 
 
