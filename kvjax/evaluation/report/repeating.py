@@ -46,9 +46,11 @@ def of_cell(run: Mapping[str, Any], name: CellName, columns: Sequence[Column]) -
     Its other policies are left out before it is checked, since they may be unknown here.
     """
     for policy in run["policies"]:
-        if PolicyLine(**policy).label == name.policy:
+        line = PolicyLine(**policy)
+        if line.label == name.policy:
             try:
-                grid = Grid.of({**run, "policies": [policy], "title": ""})
+                budgets = run.get("budgets") if line.has_budget and line.budgets is None else None
+                grid = Grid.of({**run, "policies": [policy], "title": "", "budgets": budgets})
             except ValueError:
                 continue
             cell = next((cell for cell in grid.cells() if (cell.label, cell.budget, cell.question) == name), None)
