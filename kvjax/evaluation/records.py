@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.evaluation.lines import Key, Line, encoded, key_of, read_answer
+from kvjax.evaluation.lines import ASKED, Key, Line, encoded, key_of, read_answer
 from kvjax.files.writing import new_file
 
 RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"
@@ -38,6 +38,7 @@ class Records:
         except OSError:
             self._lock.close()
             raise ValueError(f"another run is writing {path}: expected one run at a time") from None
+        self.texts: dict[Key, str] = {}  # of the policies that have answers, by label, budget and setting
         self._at: dict[Key, tuple[int, int]] = {}
         self._failed: set[Key] = set()
         self._order: list[Key] = []
@@ -68,11 +69,17 @@ class Records:
             self._enter(line, at, len(data))
             at += len(data)
 
-    def finish(self, order: Iterable[Key]) -> None:
-        """Sorts the file so that it has each line once. Lines of an earlier, larger run follow at the end."""
+    def finish(self, order: Iterable[Key], settled: Callable[[Key], bool]) -> None:
+        """Sorts the file so that it has each line once. Lines of an earlier, larger run follow at the end.
+
+        Args:
+            order: the keys of the run's lines.
+            settled: whether an error with another key is over, by the key; its line is dropped.
+        """
         planned = [key for key in order if key in self._at]
         known = set(planned)
-        wanted = planned + [key for key in self._at if key not in known]
+        rest = (key for key in self._at if key not in known)
+        wanted = planned + [key for key in rest if not (key in self._failed and settled(key))]
         if wanted != self._order:
             _replace(self._path, [self._line(key) for key in wanted])
             self._file.close()
@@ -88,6 +95,8 @@ class Records:
         key = key_of(line)
         self._at[key] = at, size
         self._order.append(key)
+        if "error" not in line:
+            self.texts[key[: -len(ASKED)]] = line["text"]
         (self._failed.add if "error" in line else self._failed.discard)(key)
 
 
