@@ -20,8 +20,8 @@ from kvjax.policy import Policy
 
 PROMPTS = "prompts.json"
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function in the repr of a policy
-# The fields of a grid that must be equal for all lines of a file.
-FIXED = ("model", "dtype", "data", "seed", "sampler", "new_tokens", "max_length", "chat", "ends", "judge")
+ASKING = ("seed", "sampler", "new_tokens", "max_length", "chat", "ends", "judge")  # what answers to a task depend on
+FIXED = ("model", "dtype", "data", *ASKING)  # the fields of a grid that must be equal for all lines of a file
 
 
 def check_results(out: Path) -> None:
@@ -134,27 +134,37 @@ def check_policies(plan: RunPlan, texts: Mapping[Key, str], out: Path) -> None:
         if text is None:
             continue
         policy = cell.build()
-        if not _describes(text, cell.policy, policy):
+        if not describes(text, cell.policy, policy):
             raise ValueError(
                 f"the policy {name_of(cell)} is {shown(cell.policy)}, but {out} holds answers of {shown(text)} under "
                 "this name: expected the same policy, another name or another folder"
             )
-        needs = policy.score.needs
-        if not same_gates and (needs.gates or needs.statistics or policy.learned):
+        if not same_gates and reads_gates(policy):
             raise ValueError(
                 f"gates={shown(list(plan.grid.gates))}, but {out} holds answers of {name_of(cell)} with "
                 f"gates={shown(earlier)}: expected the same value or another folder"
             )
 
 
-def _describes(text: str, mine: str, policy: Policy) -> bool:
+def reads_gates(policy: Policy) -> bool:
+    """Returns whether a policy reads gates or statistics."""
+    needs = policy.score.needs
+    return bool(needs.gates or needs.statistics or policy.learned)
+
+
+def describes(text: str, mine: str, policy: Policy | None) -> bool:
     """Returns whether a text is that of a policy, but for what differs from process to process, or describes it."""
     if ADDRESS.sub("", text) == ADDRESS.sub("", mine):
         return True
+    return policy is not None and described(text) == policy
+
+
+def described(text: str) -> Policy | None:
+    """The policy that a text describes; None for that of an object, or of a preset or a file that is not here."""
     try:
-        return parse(text) == policy
-    except ValueError:  # of no preset, or of one that is gone
-        return False
+        return parse(text)
+    except (ValueError, OSError):
+        return None
 
 
 def read_header(folder: Path) -> dict[str, Any]:
