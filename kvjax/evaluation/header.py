@@ -13,7 +13,7 @@ from kvjax.evaluation.entries import PolicyLine
 from kvjax.evaluation.lines import Key, content, is_number
 from kvjax.evaluation.planning import RunPlan, cell_fields, name_of
 from kvjax.evaluation.records import RESULTS
-from kvjax.files.home import from_home
+from kvjax.files.home import from_home, without_home
 from kvjax.files.writing import write_file
 from kvjax.policies import parse
 from kvjax.policy import Policy
@@ -128,7 +128,7 @@ def check_policies(plan: RunPlan, texts: Mapping[Key, str], out: Path) -> None:
     if not texts:
         return
     earlier = read_header(out)["grid"].get("gates") or []
-    same_gates = [*map(from_home, plan.grid.gates)] == [*map(from_home, earlier)]
+    same_gates = without_home(plan.grid.gates) == without_home(earlier)
     for cell in plan.grid.cells():
         text = texts.get(tuple(cell_fields(cell).values()))
         if text is None:
@@ -154,7 +154,7 @@ def reads_gates(policy: Policy) -> bool:
 
 def describes(text: str, mine: str, policy: Policy | None) -> bool:
     """Returns whether a text is that of a policy, but for what differs from process to process, or describes it."""
-    if ADDRESS.sub("", text) == ADDRESS.sub("", mine):
+    if ADDRESS.sub("", without_home(text)) == ADDRESS.sub("", without_home(mine)):
         return True
     return policy is not None and described(text) == policy
 

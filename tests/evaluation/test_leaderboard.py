@@ -323,4 +323,10 @@ def test_the_page_does_not_name_the_home_folder(tmp_path: Path, monkeypatch: pyt
     found = of([folder])
     assert found["models"][0]["name"] == "~/a model"
     assert "--model ~/'a model' --data ~/data" in found["cells"][0]["command"]
-    assert str(tmp_path) not in json.dumps(found)
+    header = json.loads((folder / "run.json").read_text())
+    header["grid"] |= {
+        "gates": [str(tmp_path / "gates")],
+        "policies": [{"policy": f"headkv:importance={tmp_path}/i.json"}],
+    }
+    (folder / "run.json").write_text(json.dumps(header))
+    assert str(tmp_path) not in json.dumps(of([folder]))
