@@ -83,16 +83,25 @@ class CellResults:
         theirs = sum(size for _, size in both)
         return sum(size for size, _ in both) / theirs if theirs else None
 
-    def clusters(self, column: Column) -> dict[str, Float[np.ndarray, "2"]]:
-        """The sum and the number of the headline scores of each example, by its id.
+    def clusters(self, column: Column, other: CellResults | None = None) -> dict[str, Float[np.ndarray, "K+1"]]:
+        """The sums of the K scores of the headline and the number of answers of each example, by its id.
 
         Answers to the questions of one example are not independent, so the bootstrap draws them together.
+
+        Args:
+            column: the task and length.
+            other: a cell; answers to questions that have no score there do not count.
         """
-        found: dict[str, Float[np.ndarray, "2"]] = {}
+        task = registry.TASKS.get(column[0])
+        factors = () if task is None else task.factors
+        theirs = (
+            None if other is None else {asked_by(line) for line in other.by_column.get(column, []) if line["scores"]}
+        )
+        found: dict[str, Float[np.ndarray, "K+1"]] = {}
         for line in self.by_column.get(column, []):
-            if line["scores"]:
-                score = next(iter(line["scores"].values()))
-                found.setdefault(line["id"], np.zeros(2))[:] += score, 1
+            if line["scores"] and (theirs is None or asked_by(line) in theirs):
+                scores = [line["scores"][name] for name in factors or list(line["scores"])[:1]]
+                found.setdefault(line["id"], np.zeros(len(scores) + 1))[:] += (*scores, 1)
         return found
 
 
