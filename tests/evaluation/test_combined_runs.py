@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,3 +81,14 @@ def test_runs_of_a_version_that_states_less_are_combined(tmp_path: Path) -> None
     run(plan(SMALL), right, tmp_path / "new")
     (found,) = read_results([tmp_path / "old", tmp_path / "new"])
     assert found.policies == ("full", "snapkv")
+
+
+def test_a_backup_beside_the_results_does_not_count(tmp_path: Path) -> None:
+    run(plan(SMALL.but(policies=["full"])), right, tmp_path)
+    content = (tmp_path / "results.jsonl").read_text()
+    (tmp_path / "results_old.jsonl").write_text(content.replace('"exact_match": 1.0', '"exact_match": 0.0'))
+    (tmp_path / "results.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    (tmp_path / "timings.jsonl.gz").write_bytes(gzip.compress((tmp_path / "timings.jsonl").read_bytes()))
+    (found,) = read_results([tmp_path])
+    (cell,) = found.cells.values()
+    assert (cell.mean(found.columns), sum(took["answers"] for took in cell.timings)) == (1, 25)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,11 @@ def test_a_cell_that_suits_the_model_now_has_no_error(tmp_path: Path) -> None:
     assert len(run(plan(SMALL.but(policies=["full", wrong])), right, tmp_path).errors) == 1
     run(plan(SMALL.but(policies=["full", wrong | {"policy": "adakv:base=h2o,base.budget=40"}])), right, tmp_path)
     assert not [line for line in lines(tmp_path) if "error" in line]
+
+
+def test_a_file_system_without_locks_holds_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert run(plan(SMALL), right, tmp_path).errors == ()

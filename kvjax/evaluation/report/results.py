@@ -16,6 +16,7 @@ from jaxtyping import Float
 from kvjax.evaluation.entries import SETTINGS, Budget
 from kvjax.evaluation.header import labels, read_header, read_prompts
 from kvjax.evaluation.lines import ASKED, Line, key_of, read_answer, read_lines, read_timing
+from kvjax.evaluation.records import RESULTS, TIMINGS
 from kvjax.evaluation.report.alike import Run, check_alike
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import mean_scores
@@ -184,7 +185,7 @@ def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
 
 
 def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Results:
-    each = [Run(folder, run, _read(folder, "results", read_answer)) for folder, run in runs]
+    each = [Run(folder, run, _read(folder, RESULTS, read_answer)) for folder, run in runs]
     for one, other in combinations(each, 2):
         check_alike(one, other)
     lines: dict[Any, Line] = {}
@@ -199,11 +200,11 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Res
             by_cell.setdefault(_name(line), ([], []))[0].append(line)
     if not by_cell:
         raise ValueError(f"no answer of {model} has a score: expected results with at least one scored answer")
-    for took in chain.from_iterable(_read(folder, "timings", read_timing) for folder, _ in runs):
+    for took in chain.from_iterable(_read(folder, TIMINGS, read_timing) for folder, _ in runs):
         if "read_seconds" in took and _name(took) in by_cell:
             by_cell[_name(took)][1].append(took)
     dropped = tuple(dict.fromkeys(name.policy for name in by_cell if name.policy not in place))
-    # The files of several hosts may have other orders.
+    # Policies that an earlier grid asked stand last in the file.
     names = sorted(by_cell, key=lambda name: place.get(name.policy, len(place)))
     cells = {name: CellResults(name, *map(tuple, by_cell[name])) for name in names}
     errors = sum("error" in line for line in lines.values())
@@ -211,10 +212,10 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Res
     return Results(model, grids[0]["title"], header["model"], cells, errors, dropped, grids, prompts)
 
 
-def _read(folder: Path, kind: str, parse: Callable[[bytes], Line]) -> list[Line]:
-    """The lines of a folder's files of a kind."""
-    paths = [path for end in ("", ".gz") for path in sorted(folder.glob(f"{kind}*.jsonl{end}"))]
-    return [line for path in paths for line in read_lines(path, parse)]
+def _read(folder: Path, name: str, parse: Callable[[bytes], Line]) -> list[Line]:
+    """The lines of a file of a folder, or of its compressed copy. A backup beside it does not count."""
+    path = next((path for path in (folder / name, folder / f"{name}.gz") if path.exists()), None)
+    return [] if path is None else read_lines(path, parse)
 
 
 def asked_by(line: Mapping[str, Any]) -> tuple[Any, ...]:
