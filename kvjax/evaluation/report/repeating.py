@@ -61,7 +61,10 @@ def of_cell(run: Mapping[str, Any], name: CellName, columns: Sequence[Column]) -
 
 def _only(grid: Grid, cell: Cell, columns: Sequence[Column]) -> Grid | None:
     tasks = tuple(line for given in grid.tasks for line in _tasks(given, columns))
-    if grid.model == LOADED or not tasks:
+    asked = {task.name for line in tasks if line.file is None for task in registry.find(line.name)}
+    if any(line.file is not None for line in tasks):
+        asked |= {name for name, _ in columns if name not in registry.TASKS}
+    if grid.model == LOADED or not asked >= {name for name, _ in columns}:
         return None
     (policy,) = grid.policies
     if cell.budget is not None:
