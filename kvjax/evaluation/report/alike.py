@@ -21,7 +21,7 @@ class Run:
     lines: Sequence[Line]
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """What the answers to each task depend on, as far as the version that wrote the run states it."""
+        """Returns what the answers to each task depend on, as far as the version that wrote the run states it."""
         grid, model, facts = self.header["grid"], self.header["model"], self.header.get("tasks", {})
         common = {name: grid[name] for name in ASKING if name in grid}
         common |= {name: model[name] for name in ("dtype",) if name in model}  # of the cache
