@@ -166,9 +166,8 @@ def main() -> None:
         return
     tasks = [{"name": args.task if args.refill else "demo/*", "lengths": [args.length]}]
     source = {"model": args.model, "data": args.data} if args.refill else {}
-    grid = Grid.of(
-        {"tasks": tasks, "limit": args.examples, "policies": [args.policy], "budgets": args.budgets} | source
-    )
+    source |= {"budgets": args.budgets} if "{budget}" in args.policy else {}
+    grid = Grid.of({"tasks": tasks, "limit": args.examples, "policies": [args.policy]} | source)
     params, tokenizer = load_model(grid)
     items = [item for item in read_items(grid, tokenizer, params.config.max_positions) if isinstance(item, Item)]
     if args.refill:

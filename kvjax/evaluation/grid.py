@@ -14,6 +14,7 @@ from kvjax.checks import did_you_mean, shown
 from kvjax.decoding.sampling import parse as parse_sampler
 from kvjax.evaluation.entries import LINES, SETTINGS, Budget, Cell, PolicyLine, Setting, TaskLine
 from kvjax.evaluation.judge import Endpoint
+from kvjax.evaluation.lines import is_number
 from kvjax.evaluation.scorers import scorer
 from kvjax.evaluation.yaml_text import brief, read_yaml
 from kvjax.files.reading import read_text
@@ -119,6 +120,9 @@ class Grid:
         grid = cls(**values)
         if grid.refill and not grid.ends:
             raise ValueError("refill: true with ends: false: expected one of them, because answers then end together")
+        if grid.budgets and not any(line.has_budget and line.budgets is None for line in grid.policies):
+            accepted = "expected one such as snapkv:budget={budget}"
+            raise ValueError(f"budgets: {brief(given['budgets'])}: no policy takes them; {accepted}")
         parse_sampler(grid.sampler)
         for cell in grid.cells():
             try:
@@ -205,7 +209,14 @@ def _task(given: Any) -> TaskLine:
 def _policy(given: Any) -> PolicyLine:
     """An entry of `policies`: a text or a policy, or a mapping of its fields."""
     given = {"policy": given} if isinstance(given, str | Policy) else given
-    return _line(PolicyLine, "policy", _names(PolicyLine), given)
+    line = _line(PolicyLine, "policy", _names(PolicyLine), given)
+    for name, used, needed in (
+        ("budgets", line.has_budget, "{budget}, {removed} or {entries}"),
+        ("tokens", "{entries}" in line.text, "{entries}"),
+    ):
+        if getattr(line, name) is not None and not used:
+            raise ValueError(f"{name}: {brief(given[name])} of {shown(line.text)}: expected {needed} in the policy")
+    return line
 
 
 def _several(given: Any) -> list[Any]:
@@ -231,7 +242,7 @@ def _budget(given: Any) -> Budget:
 
 def _setting(given: Any) -> tuple[Setting, ...]:
     asked: tuple[Setting, ...] = SETTINGS if given == "both" else tuple(_several(given))
-    if not asked or not set(asked) <= set(SETTINGS):
+    if not asked or not all(one in SETTINGS for one in asked):
         raise ValueError(f"{brief(given)}: expected after, before or both")
     return asked
 
@@ -253,11 +264,18 @@ def _judge(given: Any) -> Mapping[str, Any]:
         raise ValueError(
             f"{brief(given)}: expected a mapping with url and model; all fields are {', '.join(_names(Endpoint))}"
         )
+    for name, value in given.items():
+        if name in ("url", "model"):
+            _read(name, value)
+        elif name in ("max_tokens", "tries"):
+            _read(name, value, _whole)
+        elif not is_number(value) or value < 0:
+            raise ValueError(f"{name}: {brief(value)}: expected a number >= 0")
     return given
 
 
 def _size(given: Any) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
+    if not is_number(given) or given <= 0:
         raise ValueError(f"{brief(given)}: expected a number > 0")
     return float(given)
 
@@ -281,9 +299,9 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _read(name: str, given: Any) -> Any:
+def _read(name: str, given: Any, reader: Callable[[Any], Any] | None = None) -> Any:
     """Checks and converts the value of a field. Raises ValueError, which names the field."""
     try:
-        return _READERS.get(name, _text)(given)
+        return (reader or _READERS.get(name, _text))(given)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

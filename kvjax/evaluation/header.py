@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvjax.checks import shown
 from kvjax.evaluation.entries import PolicyLine
-from kvjax.evaluation.lines import content, is_number
-from kvjax.evaluation.planning import RunPlan
+from kvjax.evaluation.lines import Key, content, is_number
+from kvjax.evaluation.planning import RunPlan, cell_fields, name_of
 from kvjax.evaluation.records import RESULTS
-from kvjax.files.home import from_home
+from kvjax.files.home import from_home, without_home
 from kvjax.files.writing import write_file
+from kvjax.policies import parse
+from kvjax.policy import Policy
 
 PROMPTS = "prompts.json"
-# The fields of a grid that must be equal for all lines of a file.
-FIXED = ("model", "dtype", "data", "seed", "sampler", "new_tokens", "max_length", "chat", "ends", "judge")
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function in the repr of a policy
+ASKING = ("seed", "sampler", "new_tokens", "max_length", "chat", "ends", "judge")  # what answers to a task depend on
+FIXED = ("model", "dtype", "data", *ASKING)  # the fields of a grid that must be equal for all lines of a file
 
 
 def check_results(out: Path) -> None:
@@ -113,6 +117,54 @@ def _check_fixed(plan: RunPlan, out: Path, there: Mapping[str, Any]) -> None:
                     f"{name}={shown(facts[name])} of the task {shown(task)}, but {out} holds answers with "
                     f"{name}={shown(earlier.get(name))}: expected the same value or another folder"
                 )
+
+
+def check_policies(plan: RunPlan, texts: Mapping[Key, str], out: Path) -> None:
+    """Raises ValueError if a policy of the plan has the name of another one that has answers, or reads other gates.
+
+    Args:
+        texts: the texts of the policies that have answers, by label, budget and setting.
+    """
+    if not texts:
+        return
+    earlier = read_header(out)["grid"].get("gates") or []
+    same_gates = without_home(plan.grid.gates) == without_home(earlier)
+    for cell in plan.grid.cells():
+        text = texts.get(tuple(cell_fields(cell).values()))
+        if text is None:
+            continue
+        policy = cell.build()
+        if not describes(text, cell.policy, policy):
+            raise ValueError(
+                f"the policy {name_of(cell)} is {shown(cell.policy)}, but {out} holds answers of {shown(text)} under "
+                "this name: expected the same policy, another name or another folder"
+            )
+        if not same_gates and reads_gates(policy):
+            raise ValueError(
+                f"gates={shown(list(plan.grid.gates))}, but {out} holds answers of {name_of(cell)} with "
+                f"gates={shown(earlier)}: expected the same value or another folder"
+            )
+
+
+def reads_gates(policy: Policy) -> bool:
+    """Returns whether a policy reads gates or statistics."""
+    needs = policy.score.needs
+    return bool(needs.gates or needs.statistics or policy.learned)
+
+
+def describes(text: str, mine: str, policy: Policy | None) -> bool:
+    """Returns whether a text is that of a policy, but for what differs from process to process, or describes it."""
+    if ADDRESS.sub("", without_home(text)) == ADDRESS.sub("", without_home(mine)):
+        return True
+    return policy is not None and described(text) == policy
+
+
+def described(text: str) -> Policy | None:
+    """The policy that a text describes; None for that of an object, or of a preset or a file that is not here."""
+    try:
+        return parse(text)
+    except (ValueError, OSError):
+        return None
 
 
 def read_header(folder: Path) -> dict[str, Any]:

@@ -86,11 +86,12 @@ def read_items(
 
     Raises:
         ValueError: if a pattern in `only` matches no task, or none of the grid's, if a file of questions cannot be
-            used, or if two of them have a task of the same name.
+            used, if two of them have a task of the same name, or if there are lengths and no task has any.
     """
     seen: set[tuple[str, int | None]] = set()
     lines = [(line, _tasks(line)) for line in grid.tasks]
     own = _own(lines)
+    _check_lengths(lines)
     wanted = None
     if only:
         patterns = [name for name in only if not name.endswith(LINES)]
@@ -111,6 +112,16 @@ def read_items(
                 seen.add((task.name, length))
                 asked = task if judge is None else task.judged_by(judge)
                 yield from _of_task(grid, line, asked, length, tokenizer, max_positions)
+
+
+def _check_lengths(lines: Sequence[tuple[TaskLine, tuple[Task, ...] | str]]) -> None:
+    """Raises ValueError for lengths that no task reads."""
+    given = next((line.lengths for line, _ in lines if line.lengths), ())
+    if given and not any(isinstance(tasks, str) or any(task.generated for task in tasks) for _, tasks in lines):
+        raise ValueError(
+            f"lengths={shown(list(given))}, but all tasks are read from files: expected a generated task too, such as "
+            "ruler/vt, or no lengths; max_length limits the tokens of a prompt"
+        )
 
 
 def _check_selected(patterns: Sequence[str], names: Sequence[str]) -> None:

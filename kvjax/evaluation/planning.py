@@ -15,6 +15,7 @@ from kvjax.evaluation.entries import Cell
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal
 from kvjax.evaluation.lines import KEY, Key, key_of
+from kvjax.evaluation.tasks import registry
 from kvjax.models import DecoderConfig
 from kvjax.plan import plan_cache
 from kvjax.policy import Policy
@@ -82,6 +83,20 @@ class RunPlan:
                     nothing | cell_fields(planned.cell) | {"text": planned.cell.policy, "error": planned.error}
                 )
         return lines
+
+    def settles(self, key: Key) -> bool:
+        """Returns whether the plan asks what an earlier run refused, a cell, a task or an example, by its line's key.
+
+        A name that is no task is refused by each run that has it.
+        """
+        *cell, task, length, name, _ = key
+        if task is None:
+            return tuple(cell) in {tuple(cell_fields(known).values()) for known in self.grid.cells()}
+        if cell != [None] * len(cell):  # an answer that is missing
+            return False
+        if name is None and task not in registry.TASKS:
+            return True
+        return any((task, length, name or i.example.id) == (i.task.name, i.length, i.example.id) for i in self.items)
 
     def fixed_tasks(self) -> dict[str, dict[str, Any]]:
         """Returns what answers to each task depend on beside its name, of those that state it."""

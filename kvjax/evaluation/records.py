@@ -7,14 +7,17 @@ to run and are in `timings.jsonl`.
 
 from __future__ import annotations
 
-import fcntl
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.evaluation.lines import Key, Line, encoded, key_of, read_answer
+from kvjax.evaluation.lines import ASKED, Key, Line, encoded, key_of, read_answer
 from kvjax.files.writing import new_file
+
+if sys.platform != "win32":
+    import fcntl
 
 RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"
 
@@ -34,10 +37,14 @@ class Records:
         self._path = path
         self._lock = path.with_name(f".{path.name}.lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            if sys.platform != "win32":
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             self._lock.close()
             raise ValueError(f"another run is writing {path}: expected one run at a time") from None
+        except OSError:  # a network file system without locks
+            pass
+        self.texts: dict[Key, str] = {}  # of the policies that have answers, by label, budget and setting
         self._at: dict[Key, tuple[int, int]] = {}
         self._failed: set[Key] = set()
         self._order: list[Key] = []
@@ -68,11 +75,17 @@ class Records:
             self._enter(line, at, len(data))
             at += len(data)
 
-    def finish(self, order: Iterable[Key]) -> None:
-        """Sorts the file so that it has each line once. Lines of an earlier, larger run follow at the end."""
+    def finish(self, order: Iterable[Key], settled: Callable[[Key], bool]) -> None:
+        """Sorts the file so that it has each line once. Lines of an earlier, larger run follow at the end.
+
+        Args:
+            order: the keys of the run's lines.
+            settled: whether an error with another key is over, by the key; its line is dropped.
+        """
         planned = [key for key in order if key in self._at]
         known = set(planned)
-        wanted = planned + [key for key in self._at if key not in known]
+        rest = (key for key in self._at if key not in known)
+        wanted = planned + [key for key in rest if not (key in self._failed and settled(key))]
         if wanted != self._order:
             _replace(self._path, [self._line(key) for key in wanted])
             self._file.close()
@@ -88,6 +101,8 @@ class Records:
         key = key_of(line)
         self._at[key] = at, size
         self._order.append(key)
+        if "error" not in line:
+            self.texts[key[: -len(ASKED)]] = line["text"]
         (self._failed.add if "error" in line else self._failed.discard)(key)
 
 

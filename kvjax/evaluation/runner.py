@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, TypeAlias
 
 from kvjax.evaluation.entries import Cell
-from kvjax.evaluation.header import check_results, write_header
+from kvjax.evaluation.header import check_policies, check_results, write_header
 from kvjax.evaluation.lines import Key, Line, encoded, key_of, read_timing
 from kvjax.evaluation.planning import RunPlan, sentence
 from kvjax.evaluation.records import RESULTS, TIMINGS, Records, repaired
@@ -74,12 +74,14 @@ def record(plan: RunPlan, work: Work, out: Path, watch: Watch | None = None) -> 
     """Has the questions of a plan answered that the folder `out` lacks, and sorts its results file.
 
     Raises:
-        ValueError: if the folder holds results of another model, other data or another seed, or if another run uses it.
+        ValueError: if the folder holds results of another model, other data or another seed, or of another policy of
+            the same name, or if another run uses it.
     """
     watch = watch or Silent()
     out.mkdir(parents=True, exist_ok=True)
     check_results(out)
     with Records(out / RESULTS, watch.say) as records, _timings(out / TIMINGS, watch.say) as timings:
+        check_policies(plan, records.texts, out)
         write_header(plan, out)
         refused, failed, planned = plan.errors(), dict[Key, Line](), plan.keys()
         records.append(refused)
@@ -98,7 +100,7 @@ def record(plan: RunPlan, work: Work, out: Path, watch: Watch | None = None) -> 
                 timings.write(encoded(part.timing))
                 timings.flush()
             watch.advance(new)
-        records.finish([*map(key_of, refused), *planned])
+        records.finish([*map(key_of, refused), *planned], plan.settles)
         after = sum(key in records for key in planned)
     return Summary(after, len(planned), after - before, tuple(map(sentence, [*refused, *failed.values()])))
 

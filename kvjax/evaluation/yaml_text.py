@@ -1,4 +1,6 @@
-"""Reads YAML whose nesting and aliases are limited, so that a small file cannot take all memory or time."""
+"""Reads YAML. Nesting and aliases are limited, so that a small file cannot take all memory or time.
+
+YAML lets the last one of several equal names win. Here they are an error, so that no line of a file is ignored."""
 
 from __future__ import annotations
 
@@ -26,6 +28,15 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in names:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} occurs twice", key.start_mark)
+                names.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
 
 
 def brief(value: Any) -> str:

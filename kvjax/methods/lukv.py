@@ -13,6 +13,7 @@ Differences from kvpress:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -111,7 +112,7 @@ def read_curve(path: str, budget: int | float) -> HeadNumbers:
             f"budget={budget} with curve={shown(path)}: expected a float in (0, 1], since a curve is of shares"
         )
     try:
-        with open(path, "rb") as file:
+        with Path(path).expanduser().open("rb") as file:
             ratios = np.asarray(np.lib.format.read_array(file, allow_pickle=False), float)
         if ratios.ndim != 3 or len(ratios) != STEPS or not ratios.size or not np.isfinite(ratios).all():
             raise ValueError(f"it has shape {ratios.shape}, or numbers that are not finite")

@@ -81,3 +81,26 @@ def test_a_published_run_is_the_same_every_time(run: Path, tmp_path: Path) -> No
         publish_run.main(run, tmp_path / name)
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_prompts_and_homes_stay_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one's own questions, and those that a benchmark puts among the facts of its examples."""
+    home = str(Path.home())
+    marks = {
+        (f"duo_attention:gates={home}/gates", None): {("questions", None): [[1]], ("longwriter/write", None): [[1]]}
+    }
+    meta = {"line": 1, "length": 100, "prompt": "a secret", "checks_once": {"1": "a secret"}}
+    folder = write(tmp_path / "run", marks, meta=meta, **SECRET)
+    prompts = {json.dumps(["questions", None, "line 1"]): [["a secret"]], json.dumps([*KEYS, "0"]): [["text "]]}
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+    publish_run.main(folder, tmp_path / "out")
+    found = b"".join(
+        gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        for path in (tmp_path / "out").iterdir()
+    ).decode()
+    assert ("secret" in found, f"{home}/" in found) == (False, False)
+    (results,) = read_results([tmp_path / "out"])
+    (cell,) = results.cells.values()
+    assert (cell.name.policy, len(cell.timings)) == ("duo_attention:gates=~/gates", 1)
+    assert cell.lines[0]["meta"] == {"line": 1, "length": 100}
+    assert list(results.prompts) == [json.dumps([*KEYS, "0"])]

@@ -136,6 +136,10 @@ def test_a_policy_that_lacks_a_task_is_left_out(results: Results) -> None:
         (["--tasks=MINE", "--question=during"], "question: 'during': expected after, before or both"),
         (["--tasks=MINE", "--picture=a.txt"], "--picture a.txt: expected a file *.png, *.pdf or *.svg"),
         (["--tasks=MINE", "--picture=/no/a.png"], "/no is not a folder; expected a file in an existing folder"),
+        (
+            ["--tasks=longbench/qasper", "--length=64"],
+            "lengths=[64], but all tasks are read from files: expected a gen",
+        ),
         (["--tasks=demo/keys", "--length=0"], "lengths: 0: expected an integer >= 1"),
         (["--tasks=MINE", "--length=64"], "--length 64 with files of questions only: expected a generated task too"),
         ([], "Missing option '--tasks'"),

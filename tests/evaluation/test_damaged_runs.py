@@ -82,12 +82,13 @@ def test_a_damaged_line_is_named(tmp_path: Path, name: str, edit: Callable[[str]
 
 def test_a_damaged_compressed_file_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "run") / RESULTS
-    packed = path.with_name(f"{RESULTS}.gz")
-    for content in (gzip.compress(path.read_bytes())[:-20], path.read_bytes()):
+    packed, whole = path.with_name(f"{RESULTS}.gz"), path.read_bytes()
+    path.unlink()
+    for content in (gzip.compress(whole)[:-20], whole):
         packed.write_bytes(content)
         with pytest.raises(ValueError, match=f"^{packed} is damaged: gzip cannot read it"):
             read_results([tmp_path / "run"])
-    packed.write_bytes(gzip.compress(path.read_bytes() + b"{"))
+    packed.write_bytes(gzip.compress(whole + b"{"))
     with pytest.raises(ValueError, match=f"^{packed}, line .*: it is incomplete or no JSON"):
         read_results([tmp_path / "run"])
 

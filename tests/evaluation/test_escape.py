@@ -39,6 +39,7 @@ def test_csv(text: str, cell: str) -> None:
 
 
 def test_latex() -> None:
+    assert escape.latex("[1ex]") == "{[}1ex]"
     assert escape.latex("\\input{x} a_b ~^") == (
         "\\textbackslash{}input\\{x\\} a\\_b \\textasciitilde{}\\textasciicircum{}"
     )

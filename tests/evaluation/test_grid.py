@@ -92,6 +92,24 @@ def test_a_file_and_changes_to_it(tmp_path: Path) -> None:
         ),
         ({"tasks": [{"name": "demo/*", "lengths": [10**12]}]}, "lengths: 1000000000000: expected an integer <= 16,777"),
         ({"limit": 10**12}, "limit: 1000000000000: expected an integer <= 1,000,000"),
+        ({"question": [["after"]]}, r"question: \[\['after'\]\]: expected after, before or both"),
+        ({"memory_gb": float("inf")}, "memory_gb: inf: expected a number > 0"),
+        ({"memory_gb": float("nan")}, "memory_gb: nan: expected a number > 0"),
+        (
+            {"budgets": [0.5, 0.25]},
+            r"budgets: \[0.5, 0.25\]: no policy takes them; expected one such as snapkv:budget=",
+        ),
+        (
+            {"policies": [{"policy": "snapkv", "budgets": 0.5}]},
+            r"policies: budgets: 0.5 of 'snapkv': expected {budget}",
+        ),
+        (
+            {"policies": [{"policy": "snapkv:budget={budget}", "tokens": 9}], "budgets": 0.5},
+            r"policies: tokens: 9 of 'snapkv:budget={budget}': expected {entries} in the policy",
+        ),
+        ({"judge": {"url": 5, "model": "m"}}, "judge: url: 5: expected a string"),
+        ({"judge": {"url": "u", "model": "m", "tries": 0}}, "judge: tries: 0: expected an integer >= 1"),
+        ({"judge": {"url": "u", "model": "m", "timeout": "9"}}, "judge: timeout: '9': expected a number >= 0"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
@@ -115,7 +133,15 @@ def test_files_that_are_no_grid(tmp_path: Path) -> None:
         ("[" * 30 + "]" * 30, "is not YAML: expected at most 20 nested levels"),
         ("[" * 100_000, "is not YAML: expected at most 20 nested levels"),
         (BOMB, "is not YAML: expected at most 20 aliases"),
+        ("tasks: demo/*\npolicies: full\nlimit: 5\nlimit: 50\n", r"is not YAML: 'limit' occurs twice\n.*line 4"),
+        ("tasks: [{name: demo/*, limit: 5, limit: 50}]\npolicies: full\n", "is not YAML: 'limit' occurs twice"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             Grid.read(path)
+
+
+def test_merged_fields_may_be_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("tasks: [&a {name: demo/keys, limit: 5}, {<<: *a, name: demo/needle}]\npolicies: full\n")
+    assert [(line.name, line.limit) for line in Grid.read(path).tasks] == [("demo/keys", 5), ("demo/needle", 5)]

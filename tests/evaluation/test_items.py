@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.evaluation.grid import Grid
-from kvjax.evaluation.items import Item, Refusal
+from kvjax.evaluation.items import Item, Refusal, read_items
 from kvjax.evaluation.tasks.task import Example, Fault, Question
 from kvjax.evaluation.tasks.vocabulary import encode, tokenizer
 from tests.evaluation.words import example, items
@@ -129,3 +129,12 @@ def test_the_first_example_has_its_tokens_as_texts(monkeypatch: pytest.MonkeyPat
         return
     assert ["".join(texts) for texts in first.pieces] == [NAMES, "what is adam :", "what is alan :"]
     assert [len(texts) for texts in first.pieces] == [first.context.size, 4, 4]
+
+
+def test_lengths_that_no_task_reads_are_refused() -> None:
+    files = {"name": "longbench/qasper", "lengths": [4096]}
+    grid = Grid.of({"tasks": files, "policies": "full", "data": "nowhere"})
+    with pytest.raises(ValueError, match=r"lengths=\[4096\], but all tasks are read from files: expected a generated"):
+        list(read_items(grid, tokenizer(), 4096))
+    both = Grid.of({"tasks": [files, {"name": "demo/keys", "lengths": [64]}], "policies": "full", "data": "nowhere"})
+    assert {one.length for one in read_items(both.limited(1), tokenizer(), 4096) if isinstance(one, Item)} == {64}

@@ -247,6 +247,14 @@ def test_no_command_is_better_than_a_wrong_one(changes: dict[str, Any], name: Ce
     assert command(run, name, [("ruler/cwe", 4096)]) is None
 
 
+def test_a_command_repeats_all_tasks_of_a_cell_or_none() -> None:
+    """The last grid of a folder may ask fewer tasks than an earlier one."""
+    columns = [("ruler/cwe", 4096), ("ruler/vt", 4096)]
+    fewer = Grid.of({**GRID, "tasks": [{"name": "ruler/vt", "lengths": [4096]}]}).document()
+    assert command(fewer, CellName("full", None, "after"), columns[1:]) is not None
+    assert command(fewer, CellName("full", None, "after"), columns) is None
+
+
 def test_a_policy_that_is_gone_hides_no_other_command(tmp_path: Path) -> None:
     folder = with_grid(write(tmp_path / "run"), budgets=[0.5, 0.1])
     header = json.loads((folder / "run.json").read_text())
@@ -323,4 +331,10 @@ def test_the_page_does_not_name_the_home_folder(tmp_path: Path, monkeypatch: pyt
     found = of([folder])
     assert found["models"][0]["name"] == "~/a model"
     assert "--model ~/'a model' --data ~/data" in found["cells"][0]["command"]
-    assert str(tmp_path) not in json.dumps(found)
+    header = json.loads((folder / "run.json").read_text())
+    header["grid"] |= {
+        "gates": [str(tmp_path / "gates")],
+        "policies": [{"policy": f"headkv:importance={tmp_path}/i.json"}],
+    }
+    (folder / "run.json").write_text(json.dumps(header))
+    assert str(tmp_path) not in json.dumps(of([folder]))

@@ -75,13 +75,15 @@ def of_size(budget, options):
     return tiny.prefill(PARAMS, snapkv(budget, pool="max", **options), ROWS, 40)[1]
 
 
-def test_files_of_importance(tmp_path):
+def test_files_of_importance(tmp_path, monkeypatch):
     """Numbers per kv head, and the authors' form: a list of scores per query head, in any order of names."""
     (tmp_path / "heads.json").write_text(json.dumps({"importance": IMPORTANCE}))
     np.savez(tmp_path / "heads.npz", importance=np.array(IMPORTANCE))
     np.savetxt(tmp_path / "heads.tsv", IMPORTANCE, delimiter="\t")
     for name in ("heads.json", "heads.npz", "heads.tsv"):
         assert parse(f"headkv:budget=20,importance={tmp_path / name}") == headkv(20, IMPORTANCE)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse("headkv:budget=20,importance=~/heads.npz") == headkv(20, IMPORTANCE)
     scores = {
         "1-0": [0.2, 0.4],
         "0-1": [0.0, 0.2],

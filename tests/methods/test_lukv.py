@@ -127,11 +127,13 @@ def curve_file(folder, ratios=None):
     ("budget", "removed"),
     [(0.2, 0.8), (0.37, 0.63), (0.001, 0.99), (0.995, 0.01), (1.0, 0.01)],
 )
-def test_a_file_is_read_at_the_budget(tmp_path, budget, removed):
+def test_a_file_is_read_at_the_budget(tmp_path, budget, removed, monkeypatch):
     policy = parse(f"lukv:base=knorm,budget={budget},curve={curve_file(tmp_path)}")
     np.testing.assert_allclose(policy.budget.shares, 1 - removed ** np.array([[0.5, 1.0], [2.0, 3.0]]))
     assert policy.budget.budget == Fraction(budget)
     assert parse(repr(policy)) == policy
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse(f"lukv:base=knorm,budget={budget},curve=~/curve.npy") == policy
 
 
 def test_the_larger_protection_holds():

@@ -12,6 +12,7 @@ _LATEX = {
     "±": r"$\pm$",
     "<": "$<$",
     ">": "$>$",
+    "[": "{[}",  # behind the end of a row it would begin a length
 } | {c: f"\\{c}" for c in "&%$#_{}"}
 _FORMULA = "=+-@"  # spreadsheets run a cell that begins with one of these
 

@@ -21,6 +21,7 @@ from kvjax.evaluation.report.repeating import command
 from kvjax.evaluation.report.results import CellName, CellResults, Column, Results
 from kvjax.evaluation.report.statistics import FEWEST, difference, interval
 from kvjax.evaluation.report.tables import MEANING
+from kvjax.files.home import without_home
 from kvjax.files.writing import write_file
 
 PAGE, STYLE = "page.html", "page.css"
@@ -128,7 +129,7 @@ def board(several: Sequence[Results], published: Sequence[Published] = ()) -> di
     for cell in cells:
         if cell.mean is not None:
             means.setdefault(cell.group, []).append(cell.mean)
-    return {
+    found = {
         "title": titles.pop() if len(titles) == 1 else f"Leaderboard: {'; '.join(one['name'] for one in benchmarks)}",
         "fewest": FEWEST,
         "questions": {setting: MEANING[setting] for setting in SETTINGS},
@@ -144,6 +145,7 @@ def board(several: Sequence[Results], published: Sequence[Published] = ()) -> di
         "asked": list(asked.values()),
         "published": _published(cells, published, tasks),
     }
+    return without_home(found)
 
 
 def _cells(model: int, results: Results) -> Iterator[Cell]:

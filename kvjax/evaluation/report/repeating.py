@@ -46,9 +46,11 @@ def of_cell(run: Mapping[str, Any], name: CellName, columns: Sequence[Column]) -
     Its other policies are left out before it is checked, since they may be unknown here.
     """
     for policy in run["policies"]:
-        if PolicyLine(**policy).label == name.policy:
+        line = PolicyLine(**policy)
+        if line.label == name.policy:
             try:
-                grid = Grid.of({**run, "policies": [policy], "title": ""})
+                budgets = run.get("budgets") if line.has_budget and line.budgets is None else None
+                grid = Grid.of({**run, "policies": [policy], "title": "", "budgets": budgets})
             except ValueError:
                 continue
             cell = next((cell for cell in grid.cells() if (cell.label, cell.budget, cell.question) == name), None)
@@ -59,7 +61,10 @@ def of_cell(run: Mapping[str, Any], name: CellName, columns: Sequence[Column]) -
 
 def _only(grid: Grid, cell: Cell, columns: Sequence[Column]) -> Grid | None:
     tasks = tuple(line for given in grid.tasks for line in _tasks(given, columns))
-    if grid.model == LOADED or not tasks:
+    asked = {task.name for line in tasks if line.file is None for task in registry.find(line.name)}
+    if any(line.file is not None for line in tasks):
+        asked |= {name for name, _ in columns if name not in registry.TASKS}
+    if grid.model == LOADED or not asked >= {name for name, _ in columns}:
         return None
     (policy,) = grid.policies
     if cell.budget is not None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,6 +16,8 @@ from jaxtyping import Float
 from kvjax.evaluation.entries import SETTINGS, Budget
 from kvjax.evaluation.header import labels, read_header, read_prompts
 from kvjax.evaluation.lines import ASKED, Line, key_of, read_answer, read_lines, read_timing
+from kvjax.evaluation.records import RESULTS, TIMINGS
+from kvjax.evaluation.report.alike import Run, check_alike
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import mean_scores
 from kvjax.files.home import from_home
@@ -81,16 +84,25 @@ class CellResults:
         theirs = sum(size for _, size in both)
         return sum(size for size, _ in both) / theirs if theirs else None
 
-    def clusters(self, column: Column) -> dict[str, Float[np.ndarray, "2"]]:
-        """The sum and the number of the headline scores of each example, by its id.
+    def clusters(self, column: Column, other: CellResults | None = None) -> dict[str, Float[np.ndarray, "K+1"]]:
+        """The sums of the K scores of the headline and the number of answers of each example, by its id.
 
         Answers to the questions of one example are not independent, so the bootstrap draws them together.
+
+        Args:
+            column: the task and length.
+            other: a cell; answers to questions that have no score there do not count.
         """
-        found: dict[str, Float[np.ndarray, "2"]] = {}
+        task = registry.TASKS.get(column[0])
+        factors = () if task is None else task.factors
+        theirs = (
+            None if other is None else {asked_by(line) for line in other.by_column.get(column, []) if line["scores"]}
+        )
+        found: dict[str, Float[np.ndarray, "K+1"]] = {}
         for line in self.by_column.get(column, []):
-            if line["scores"]:
-                score = next(iter(line["scores"].values()))
-                found.setdefault(line["id"], np.zeros(2))[:] += score, 1
+            if line["scores"] and (theirs is None or asked_by(line) in theirs):
+                scores = [line["scores"][name] for name in factors or list(line["scores"])[:1]]
+                found.setdefault(line["id"], np.zeros(len(scores) + 1))[:] += (*scores, 1)
         return found
 
 
@@ -162,7 +174,8 @@ def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
     """Reads the folders of runs and combines the results of each model.
 
     Raises:
-        ValueError: if a folder has no results, if a file of it is damaged, or if no answer of a model has a score.
+        ValueError: if a folder has no results, if a file of it is damaged, if no answer of a model has a score, or if
+            folders have answers to the same task in settings that cannot be combined.
     """
     runs: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for folder in map(Path, folders):
@@ -172,13 +185,13 @@ def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
 
 
 def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Results:
-    def read(kind: str, parse: Callable[[bytes], Line]) -> list[Line]:
-        paths = [
-            path for folder, _ in runs for end in ("", ".gz") for path in sorted(folder.glob(f"{kind}*.jsonl{end}"))
-        ]
-        return [line for path in paths for line in read_lines(path, parse)]
-
-    lines = {key_of(line): line for line in read("results", read_answer)}
+    each = [Run(folder, run, _read(folder, RESULTS, read_answer)) for folder, run in runs]
+    for one, other in combinations(each, 2):
+        check_alike(one, other)
+    lines: dict[Any, Line] = {}
+    for line in chain.from_iterable(run.lines for run in each):
+        if "error" not in line or "error" in lines.get(key_of(line), line):  # an error hides no answer
+            lines[key_of(line)] = line
     header, grids = runs[0][1], tuple(run["grid"] for _, run in runs)
     place = {label: i for i, label in enumerate(dict.fromkeys(label for _, run in runs for label in labels(run)))}
     by_cell: dict[CellName, tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
@@ -187,16 +200,22 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Res
             by_cell.setdefault(_name(line), ([], []))[0].append(line)
     if not by_cell:
         raise ValueError(f"no answer of {model} has a score: expected results with at least one scored answer")
-    for took in read("timings", read_timing):
+    for took in chain.from_iterable(_read(folder, TIMINGS, read_timing) for folder, _ in runs):
         if "read_seconds" in took and _name(took) in by_cell:
             by_cell[_name(took)][1].append(took)
     dropped = tuple(dict.fromkeys(name.policy for name in by_cell if name.policy not in place))
-    # The files of several hosts may have other orders.
+    # Policies that an earlier grid asked stand last in the file.
     names = sorted(by_cell, key=lambda name: place.get(name.policy, len(place)))
     cells = {name: CellResults(name, *map(tuple, by_cell[name])) for name in names}
     errors = sum("error" in line for line in lines.values())
     prompts = {key: pieces for folder, _ in runs for key, pieces in read_prompts(folder).items()}
     return Results(model, grids[0]["title"], header["model"], cells, errors, dropped, grids, prompts)
+
+
+def _read(folder: Path, name: str, parse: Callable[[bytes], Line]) -> list[Line]:
+    """The lines of a file of a folder, or of its compressed copy. A backup beside it does not count."""
+    path = next((path for path in (folder / name, folder / f"{name}.gz") if path.exists()), None)
+    return [] if path is None else read_lines(path, parse)
 
 
 def asked_by(line: Mapping[str, Any]) -> tuple[Any, ...]:

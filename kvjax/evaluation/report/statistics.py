@@ -40,17 +40,25 @@ class Point(NamedTuple):
     accuracy: Interval
 
 
-def bootstrap(clusters: Sequence[Float[np.ndarray, "N 2"]]) -> Float[np.ndarray, "R"]:
+def headline(sums: Float[np.ndarray, "*R K+1"]) -> Float[np.ndarray, "*R"]:
+    """The score of a task from sums over its answers: the geometric mean of the means of K scores, mostly of one."""
+    means = sums[..., :-1] / sums[..., -1:]
+    return np.prod(means, axis=-1) ** (1 / means.shape[-1])
+
+
+def bootstrap(clusters: Sequence[Float[np.ndarray, "N K+1"]]) -> Float[np.ndarray, "R"]:
     """Means of R = DRAWS resampled sets. Examples of each task are drawn with replacement; task means are averaged.
 
+    Each call draws the same examples of as many ones, so that differences are paired.
+
     Args:
-        clusters: for each task, one row per example with the sum and the number of its answers' scores.
+        clusters: for each task, one row per example with the sums of its answers' scores and their number.
     """
     rng = np.random.default_rng(0)
     means = np.zeros(DRAWS)
     for rows in clusters:
         drawn = rows[rng.integers(len(rows), size=(DRAWS, len(rows)))].sum(axis=1)
-        means += drawn[:, 0] / drawn[:, 1] / len(clusters)
+        means += headline(drawn) / len(clusters)
     return means
 
 
@@ -71,21 +79,23 @@ def interval(cell: CellResults, columns: tuple[Column, ...]) -> Interval | None:
 
 
 def difference(one: CellResults, other: CellResults, columns: Sequence[Column]) -> Difference | None:
-    """The mean of `one` minus that of `other` on the examples that both answered, by paired bootstrap.
+    """The mean of `one` minus that of `other` on the questions that both answered, by paired bootstrap over examples.
 
     With fewer than FEWEST such examples of a task, low, high and p are NaN. None if a task has no such example.
     """
-    pairs = []
+    ours, theirs = list[Float[np.ndarray, "N K+1"]](), list[Float[np.ndarray, "N K+1"]]()
     for column in columns:
-        ours, theirs = one.clusters(column), other.clusters(column)
-        both = [name for name in ours if name in theirs and ours[name][1] == theirs[name][1]]
-        if not both:
+        mine, its = one.clusters(column, other), other.clusters(column, one)
+        if not mine:
             return None
-        pairs.append(np.array([[ours[name][0] - theirs[name][0], ours[name][1]] for name in both]))
-    mean = float(np.mean([rows[:, 0].sum() / rows[:, 1].sum() for rows in pairs]))
-    if not pairs or min(map(len, pairs)) < FEWEST:
+        ours.append(np.array([mine[name] for name in mine]))
+        theirs.append(np.array([its[name] for name in mine]))
+    if not ours:
+        return None
+    mean = float(np.mean([headline(a.sum(0)) - headline(b.sum(0)) for a, b in zip(ours, theirs, strict=True)]))
+    if min(map(len, ours)) < FEWEST:
         return Difference(mean, math.nan, math.nan, math.nan)
-    drawn = bootstrap(pairs)
+    drawn = np.round(bootstrap(ours) - bootstrap(theirs), 12)  # equal sums may differ in their last digits
     low, high = np.quantile(drawn, [0.025, 0.975])
     p = 2 * min(float(np.mean(drawn <= 0)), float(np.mean(drawn >= 0)))
     return Difference(mean, float(low), float(high), min(1.0, p))

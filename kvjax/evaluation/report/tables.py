@@ -126,7 +126,7 @@ def scores(results: Results, question: str) -> list[Table]:
                 f"{results.model}, {budget_text(budget)}, {MEANING[question]}",
                 ("policy", *headings),
                 tuple((cell.name.policy, *map(percent, row)) for cell, row in zip([*fixed, *own], rows, strict=True)),
-                best=tuple(range(1, len(headings) + 1)),
+                best=tuple(i for i, name in enumerate(headings, 1) if name != "repetition"),  # more of which is worse
                 apart=0 if full is None else 1,
             )
         )

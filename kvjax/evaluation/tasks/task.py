@@ -158,6 +158,11 @@ class Task(ABC):
         """Returns what answers depend on beside the name, such as a checksum. A run continues with the same only."""
         return {}
 
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """Scores, if the headline is the geometric mean of their means; empty if it is the mean of the first score."""
+        return ()
+
     @abstractmethod
     def examples(self, source: Source) -> Iterator[Example | Fault]:
         """All examples, in a fixed order. A line of a file that cannot be used becomes a Fault.
@@ -172,5 +177,5 @@ class Task(ABC):
         return self
 
     def overall(self, scores: Sequence[Scores]) -> dict[str, float]:
-        """The scores of the task, from the scores of all its answers."""
+        """The scores of the task, from the scores of all its answers. Intervals of the headline follow `factors`."""
         return mean_scores(scores)

@@ -82,6 +82,10 @@ class ZeroScrollsTask(Task):
         omitted = record.text("truncation_seperator", empty=True)  # the data file has this spelling
         return Example(record.text("id"), text[:document], (question,), omitted=omitted)
 
+    @property
+    def factors(self) -> tuple[str, ...]:
+        return ROUGE if self.metric is rouge else ()
+
     def overall(self, scores: Sequence[Scores]) -> dict[str, float]:
         """The scores of the task. ROUGE is the geometric mean of the three means, as in the benchmark."""
         means = super().overall(scores)

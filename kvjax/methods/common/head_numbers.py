@@ -36,7 +36,7 @@ def read_numbers(name: str, path: str | Path) -> HeadNumbers:
     Raises:
         ValueError: for a file or a folder that has no such numbers.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     try:
         if not path.exists():
             raise ValueError("there is no such file or folder")
