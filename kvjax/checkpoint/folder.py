@@ -144,7 +144,9 @@ def read_config(folder: Path) -> DecoderConfig:
         UnsupportedModelError: config.json asks for a computation that is not implemented.
     """
     if not (folder / "config.json").is_file():
-        raise CheckpointError(folder, ["it has no config.json"])
+        adapter = (folder / "adapter_config.json").is_file()  # as peft writes it
+        hint = ", but an adapter: expected a model into which the adapter is merged" if adapter else ""
+        raise CheckpointError(folder, [f"it has no config.json{hint}"])
     return config_from_hf(read_json(folder / "config.json"))
 
 

@@ -111,7 +111,7 @@ def no_weights(folder: Path) -> str:
             f"its weights are pickled ({', '.join(pickles)}), and unpickling a file runs any code that it contains; "
             "kvjax reads safetensors only: convert the weights with transformers' save_pretrained"
         )
-    return f"it has neither {WEIGHTS} nor {INDEX}"
+    return f"it has neither {WEIGHTS} nor {INDEX}: expected weights in safetensors"
 
 
 def compare(

@@ -1,4 +1,4 @@
-"""Messages about checkpoints stay short where thousands of tensors are wrong."""
+"""Messages about checkpoints say what was given, and stay short where thousands of tensors are wrong."""
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -29,3 +29,10 @@ def test_wrong_dtypes_of_all_tensors_are_counted(folder):
     found = problems(load, folder)
     assert len(found) == MOST + 1
     assert found[-1] == f"{len(tensors) - MOST} more such shapes and dtypes"
+
+
+def test_an_adapter_is_no_model(folder):
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text("{}")
+    (problem,) = problems(load, folder)
+    assert problem == "it has no config.json, but an adapter: expected a model into which the adapter is merged"

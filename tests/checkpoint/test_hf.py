@@ -200,7 +200,7 @@ def test_pickled_weights_are_refused_with_the_reason(folder, name):
 
 def test_no_weights(folder):
     (folder / WEIGHTS).unlink()
-    assert problems(load, folder) == (f"it has neither {WEIGHTS} nor {INDEX}",)
+    assert problems(load, folder) == (f"it has neither {WEIGHTS} nor {INDEX}: expected weights in safetensors",)
 
 
 @pytest.mark.parametrize(

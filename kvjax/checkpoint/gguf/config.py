@@ -198,7 +198,8 @@ def _rope(named: str, keys: Mapping[str, Any], size: int, tensors: Mapping[str, 
 
 def _times_yarns(named: str, keys: Mapping[str, Any]) -> float | None:
     """Returns yarn's attention factor, which llama.cpp multiplies by a factor of the file; None for yarn's own."""
-    factor, times = keys.get("rope.scaling.factor"), keys.get(ATTENTION, 1)
+    factor: Any = keys.get("rope.scaling.factor")
+    times: Any = keys.get(ATTENTION, 1)
     if times == 1:
         return None
     for key, value in {"rope.scaling.factor": factor, ATTENTION: times}.items():
