@@ -253,7 +253,8 @@ def prefill(
     """Reads a prompt into a cache, without an answer.
 
     Several questions can then be asked of one document: `generate(params, question, cache=document)`. A cache that was
-    read with `compress="never"` counts as unfinished: the next prompt that is read into it continues this one.
+    read with `compress="never"` counts as unfinished: the next prompt that is read into it continues this one, and a
+    budget that is a share of the prompt is a share of both.
 
     Args:
         params: the decoder, an nnx module `Decoder` that `load` returns.

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import policies
-from kvjax.cache import Entries, FromKeys, Layers, Slots
+from kvjax.cache import Entries, FromKeys, Layers, Slots, bucket
 from kvjax.checks import bytes_text, check_integers, check_params, check_type, counted, index_of
 from kvjax.mesh.sharding import MODEL, check_batch, fetch, fit_mesh, heads_sharding, mesh_of, place, rows_sharding
 from kvjax.models import Decoder, DecoderConfig, RecurrentState
@@ -154,6 +154,24 @@ class KVCache:
         cache = _repeated(self, rows)
         return cache if self.mesh is None else jax.tree.map(place, cache, cache.shardings)
 
+    def for_prompts(self, lengths: Int[np.ndarray, "B"]) -> KVCache:
+        """A cache whose prompts go on, with the budgets of prompts of these lengths, or of longer ones if it has them.
+
+        Only for a cache that is not filled.
+        """
+        layers, held = len(self.entries), [layer.capacity for layer in self.entries]
+        capacities = _at_least(held, self.put_rows(lengths), policy=self.policy)
+        if self.mesh is not None:
+            capacities = [place(x, heads_sharding(self.mesh)) for x in capacities]
+        size = bucket(int(lengths.max()))
+        slots = [size if self.policy.allocates else self.policy.slots(i, size, layers) for i in range(layers)]
+        each = zip(self.entries, capacities, strict=True)
+        return replace(
+            self,
+            entries=Layers(tuple(replace(layer, capacity=capacity) for layer, capacity in each)),
+            kept=tuple(None if n is None else max(n, own or 0) for n, own in zip(slots, self.kept, strict=True)),
+        )
+
     def retained(self, layer: int, head: int, row: int = 0) -> Int[np.ndarray, "_"]:
         """The positions of the entries of one kv head, ascending, int32, on the host.
 
@@ -217,6 +235,12 @@ class KVCache:
 @partial(jax.jit, static_argnums=1)
 def _repeated(cache: KVCache, rows: int) -> KVCache:
     return jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), cache)
+
+
+@partial(jax.jit, static_argnames="policy")
+def _at_least(held: list[Array], lengths: Int[Array, "B"], *, policy: Policy) -> list[Array]:
+    """The capacities [B, H] of each layer, at least those that a policy gives to prompts of these lengths."""
+    return [jnp.maximum(own, policy.capacity(i, lengths, len(held))[:, None]) for i, own in enumerate(held)]
 
 
 @jax.jit

@@ -59,6 +59,18 @@ def test_document_and_question_are_one_prompt_until_compressed(subject: Decoder,
     assert ask(subject, QUESTIONS, documents) == whole.tokens.tolist()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("text", ["snapkv:budget=0.5,window=4", "adakv:base=h2o,base.budget=0.25", "rising:base=h2o"])
+def test_a_share_of_a_prompt_in_parts_is_that_of_the_whole(tiny: Decoder, text: str) -> None:
+    prompts = [document + question for document, question in zip(DOCUMENTS, DOCUMENTS[::-1], strict=True)]
+    whole = kvjax.prefill(tiny, prompts, policy=text)
+    begun = kvjax.prefill(tiny, DOCUMENTS, policy=text, compress="never")
+    assert (kvjax.prefill(tiny, DOCUMENTS[::-1], cache=begun).retained_mask() == whole.retained_mask()).all()
+    alone = kvjax.prefill(tiny, [DOCUMENTS[2]], policy=text, compress="never")
+    repeated = kvjax.prefill(tiny, [DOCUMENTS[0]] * 2, cache=alone).retained_mask()
+    assert (repeated == whole.retained_mask()[2, ..., : repeated.shape[-1]]).all()
+
+
 @pytest.mark.slow(first=1)
 def test_going_on_equals_one_longer_answer(subject: Decoder, policy: kvjax.Policy) -> None:
     def answer(prompt, new: int, **options) -> kvjax.Generation:

@@ -129,6 +129,8 @@ class Request:
             cache = KVCache.empty(config, under, jnp.asarray(batch.lengths), size, dtype, mesh)
         else:
             cache = cache.private() if cache.batch_size == len(rows) else cache.repeated(len(rows))
+            if not cache.filled:
+                cache = cache.for_prompts(fetch(cache.length) + batch.lengths)
         limit = 0 if answer is None else int(answer.max_new_tokens)
         longest = int(np.max(fetch(cache.length) + batch.lengths)) + limit
         if longest > config.max_positions:
