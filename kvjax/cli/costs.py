@@ -30,7 +30,8 @@ def recommended(length: int, config: DecoderConfig) -> list[str]:
 def presets(length: int, config: DecoderConfig) -> list[str]:
     """Every preset that suits the model, with 1/4 of the prompt as budget.
 
-    Presets that wrap a policy wrap SnapKV, or H2O if they need a policy that evicts while decoding.
+    Presets that wrap a policy wrap SnapKV, or H2O if they need a policy that evicts while decoding. `rising` has a
+    share of all tokens in place of its base's budget.
     """
     return [text for text, refusal in _tried(length, config).values() if refusal is None]
 
@@ -50,7 +51,8 @@ def _tried(length: int, config: DecoderConfig) -> dict[str, tuple[str, str | Non
         if of_one_model := [option for option in OF_ONE_MODEL if option in given]:
             found[name] = name, f"its option {of_one_model[0]}= is of one model"
             continue
-        texts = [f"{name}{options}" for options in _options(given, budget_of(length))]
+        options = [f":share={1 / SHARE}"] if name == "rising" else _options(given, budget_of(length))
+        texts = [f"{name}{option}" for option in options]
         each = [(text, _refusal(text, config)) for text in texts]
         found[name] = next((one for one in each if one[1] is None), each[0])
     return found

@@ -109,7 +109,7 @@ class AdaptiveShares(AllocatedBudget):
         competing = scores.reshape(L * B * groups, H // groups, M)
         n = jnp.repeat(means.reshape(-1), groups)[:, None]
         protected = jnp.isposinf(competing)
-        s = jnp.sum(protected, axis=-1)
+        s, held = jnp.sum(protected, axis=-1), jnp.sum(competing > -jnp.inf, axis=-1)
         b = jnp.maximum(n - s, 0)
         if self.normalise:
             competing = competing * _mass_of_best(jnp.where(protected, -jnp.inf, competing), b)[..., None]
@@ -123,6 +123,8 @@ class AdaptiveShares(AllocatedBudget):
             c = top_counts(raise_best(free, jnp.maximum(least - s, 0)) if least else free, jnp.sum(b, axis=-1))
             mixed = _released if self.formula == "code" else _exact
             counts = s + mixed(b, c, alpha)
+            fits = jnp.max(held - n, axis=-1, keepdims=True) <= 0  # then no rounding leaves an entry out
+            counts = jnp.maximum(counts, jnp.where(fits, held, 0))
         return counts.reshape(L, B, H)
 
 

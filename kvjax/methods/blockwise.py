@@ -47,7 +47,8 @@ class BlockByBlock(ScoreWrapper):
 
     @property
     def needs(self) -> Needs:
-        return replace(self.base.needs, slotwise=False, by_count=True)
+        needs = self.base.needs
+        return replace(needs, slotwise=False, by_count=True, marks=needs.marks | {"decides"})
 
     def check(self, policy: Policy) -> None:
         super().check(policy)

@@ -86,6 +86,11 @@ class ProjectedValues(ScoreWrapper):
                 f"its base {name} {why}; choose a base whose scores are amounts >= 0, such as attention, which can be "
                 "multiplied by value norms"
             )
+        if "decides" in self.base.needs.marks:
+            raise ValueError(
+                f"its base {name} scores what a head retains above all others, of which value norms would change "
+                "nothing; choose this policy as the base of that one, as in blockwise:base=criticalkv"
+            )
         check_by_entry(policy, "scores the entries of its first stage above all others")
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
@@ -125,9 +130,9 @@ def criticalkv(base: Policy = SNAPKV, first: float = 0.5, epsilon: float = 1e-4)
         epsilon: added to the base's scores, >= 0, so that a token without attention is judged by its value.
 
     Raises:
-        ValueError: for a value that is not accepted, and for a base whose score weighs values itself, may be negative
-            or has no meaning but its order, whose heads of a layer must retain the same tokens, or whose selection
-            compares chunks or pages by their mean scores.
+        ValueError: for a value that is not accepted, and for a base whose score weighs values itself, may be negative,
+            has no meaning but its order, or decides itself what stays (`blockwise`), whose heads of a layer must retain
+            the same tokens, or whose selection compares chunks or pages by their mean scores.
     """
     check_kind("base", base, Policy)
     return replace(base, score=ProjectedValues(base.score, first, epsilon))

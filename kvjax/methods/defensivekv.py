@@ -10,8 +10,8 @@ Differences from the released code:
 - A head's first stage fills the share `first` of its entries by the worst case without its floor, as `criticalkv` does.
   The released code fills it until its entries have 0.9 of the mean attention, less what the `window` tokens before the
   window receive, and these entries win every competition between heads. Here all entries older than the window compete.
-- The product is divided by the head's mean norm, and in the released code by the sum of the head's norms. All heads of
-  a prompt have equally many entries, so the order is the same.
+- The norm of an entry is divided by the mean norm of its head. The released code divides it by the sum of the norms
+  that the same token has in all kv heads of the layer, so that with one kv head norms change nothing.
 - Entries are stored per kv head, as in the released code. A layer, or all layers together, retain their exact total.
 """
 

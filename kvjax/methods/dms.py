@@ -60,6 +60,13 @@ class ThresholdShares(AllocatedBudget):
         check_integer("groups", self.groups, least=1)
         check_mean(self.budget)
 
+    def check(self, policy: Policy) -> None:
+        if policy.select.compares != "scores":
+            raise ValueError(
+                f"it compares single entries with a threshold, and the selection {type(policy.select).__name__} does "
+                "not retain the highest scores one by one; they cannot be combined"
+            )
+
     @property
     def layout(self) -> Layout:
         return Layout(groups=self.groups)
@@ -90,7 +97,8 @@ def dms(
         threshold: on the scale of the base's scores, which depends on the score and often on the model and the length
             of the prompt; kvpress has no default. The default of KeyDiff lets a key go whose cosine with the mean key
             is above 0.5.
-        window: the number of newest tokens, which are always retained (kvpress: 128); more if the base protects more.
+        window: the number of newest tokens, which are always retained (kvpress: 128); more if the base protects a
+            larger number. A share of its budget that the base protects is not used.
         budget: the most entries that the mean kv head retains; the threshold rises until it is met. An integer >= 1, or
             a float in (0, 1] for that share of each row's prompt; 1.0 leaves it to the threshold.
         groups: the number of groups of consecutive kv heads that share a total. On a mesh that divides kv heads over D
@@ -98,7 +106,8 @@ def dms(
 
     Raises:
         ValueError: for a value that is not accepted, an integer budget smaller than the protected entries + 1, and for
-            a base whose heads must retain the same tokens or whose method is its budget.
+            a base whose heads must retain the same tokens, whose method is its budget, or whose selection is not by
+            scores alone.
     """
     check_kind("base", base, Policy)
     check_plain_budget(base)

@@ -178,7 +178,8 @@ def epikv(
         budget: the most entries that a query sees, the prompt included: the paper's K. An integer >= 1, or a float in
             (0, 1] for that share of each row's prompt.
         window: the newest generated tokens that the mean and the deviation are of: the paper's w, an integer >= 2.
-        early: the layer whose change tells an important token, as a share of the depth in [0, 1): 10 of 32.
+        early: the layer whose change tells an important token, as a share of the depth in [0, 1): 10 of 32. The depth
+            counts the layers that cache entries: not recurrent layers, nor those that read another layer's entries.
         late: the layer whose change tells an expendable one, likewise: 21 of 32.
         sinks: the number of first tokens that are always retained, which matters for prompts beyond the budget.
         recent: the number of newest tokens that are always retained; the paper's min(128, K / 4).

@@ -65,7 +65,8 @@ class LookaheadAttention(ReplayedScore):
         return Needs(received=received, gates=GATES)
 
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
-        return [Pass.learned(GATES, self.tokens, lengths)]
+        # A row without tokens in this call may have a prompt that ended in an earlier one.
+        return [Pass.learned(GATES, self.tokens, jnp.maximum(lengths, 1))]
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], None]:
         if attended.received is None:

@@ -157,7 +157,7 @@ def lukv(
             a file needs it.
         sinks: the number of first tokens, which are always retained (kvpress: 4); more if the base protects more.
         recent: the number of most recent tokens, which are always retained (kvpress: 1); more if the base protects
-            more.
+            more. Of a base that protects a share of what each head retains, as `h2o` does, that share stays instead.
         groups: the number of groups of consecutive kv heads, each of which shares its own total. On a mesh that divides
             kv heads over D devices it must be a multiple of D.
 

@@ -26,7 +26,7 @@ from kvjax.pallas_kernels import Reduction, capped, compact, top_tokens, window_
 from kvjax.policy import Moment, Needs, Policy, Protect, check_integer, check_number
 
 from .common.budgets import budget_of
-from .common.in_turns import in_turns
+from .common.in_turns import AT_ONCE, in_turns
 from .common.pooling import Pooling
 from .common.projected_norms import projected_norms
 from .common.window_attention import QueryRing, QueryWindow
@@ -151,7 +151,12 @@ class LostOutput(QueryWindow):
         reach = jnp.maximum(side, jnp.abs(drift))[..., None]
         near = jnp.abs(jnp.arange(-span, span + 1) - drift[..., None]) <= reach
         share = near / (2 * reach + 1)
-        pooled = sum(share[..., i, None] * text[..., i : i + M] for i in range(2 * span + 1))
+
+        def add(pooled: Float[Array, "B H G M"], i: Int[Array, ""]) -> tuple[Float[Array, "B H G M"], None]:
+            own = jax.lax.dynamic_index_in_dim(share, i, axis=-1)
+            return pooled + own * jax.lax.dynamic_slice_in_dim(text, i, M, axis=-1), None
+
+        pooled, _ = jax.lax.scan(add, jnp.zeros_like(scores), jnp.arange(2 * span + 1), unroll=AT_ONCE)
         place = jnp.maximum(jnp.cumsum(eligible, axis=-1) - 1, 0)
         return jnp.take_along_axis(pooled, place[:, :, None], axis=-1)
 

@@ -9,7 +9,8 @@ therefore not compared with the authors'.
   The base retains n entries of the mean kv head less, and does not see theirs. Text that follows begins at N + n.
 - kvpress puts the entries of a context that is compressed once before all its questions. Here later turns follow them
   too: those of the first prompt stay, and no others are added.
-- A prompt that fits into its budget has no learned tokens, as in kvpress with a compression ratio of 0.
+- A prompt that fits into its budget has no learned tokens, as in kvpress with a compression ratio of 0. So it is too
+  under a base that compresses such a prompt (`dms`, `fastgen`, `simlayerkv`), whose default budget is the whole prompt.
 - kvpress gives a budget below n to the learned tokens alone. Here it is raised to n, the protected entries and 1.
 - kvpress has KVzip and KVzip+ as bases. The paper names five methods; here the base is any policy that compresses
   prompts and does not evict while decoding.

@@ -85,6 +85,7 @@ class Needs:
             "ordinal": scores are positions, ranks, draws or classes, whose order alone means something.
             "accumulates": scores are sums over all queries so far, so that older entries have larger ones.
             "weighs_values": scores are already multiplied by a norm of the value.
+            "decides": with counts, the entries that a head retains score above all others, whatever they scored.
             "heads_alike": all heads of a layer must hold the same tokens in the same slots.
             "query_heads": the state has the attention from each query head (`QueryHeadAttention`).
             "samples": the state has a sample of queries (`QuerySample`).

@@ -234,7 +234,8 @@ def limits(policy: Policy, layer: Slots, count: Int[Array, "B H"], next_position
     """Returns the number of entries that each head of a layer may hold while decoding; one that grows has no limit."""
     if policy.every is None:
         return jnp.full_like(count, UNLIMITED)
-    # A prompt within the budget leaves all heads alike, to be filled while decoding.
+    # A prompt within the budget leaves all heads alike, to be filled while decoding, unless it has been compressed.
     mean = layer.capacity[:, 0]
-    within = (next_position <= mean)[:, None] & (count < UNLIMITED)
+    complete = (count >= layer.occupancy) & (count < UNLIMITED)
+    within = (next_position <= mean)[:, None] & complete
     return jnp.where(within, mean[:, None], count)

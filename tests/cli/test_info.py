@@ -124,7 +124,8 @@ def test_a_preset_is_planned_or_left_out_with_a_reason() -> None:
         config = decoder(windows=(None, None)).config
         texts, absent = presets(length, config), left_out(length, config)
         assert sorted([*(text.partition(":")[0] for text in texts), *absent]) == sorted(PRESETS)
-        assert f"rising:base=h2o,base.budget={max(length // 4, 64)}" in texts
+        assert "rising:share=0.25" in texts  # the budget of its base would be printed, and not be used
+        assert f"cam:budget={max(length // 4, 64)}" in texts
         assert missing | {"duo_attention", "headkv", "lukv", "per_layer"} <= absent.keys()
     assert absent["epikv"] == "epikv: a budget of 64 entries: expected 129 or more, which is recent=128 + every=1"
     assert absent["duo_attention"] == "its option gates= is of one model"

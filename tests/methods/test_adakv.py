@@ -94,6 +94,14 @@ def test_rounded_up_in_every_head_there_is_room():
     assert budget.entries([15], 40, heads=4) >= sum(counts.tolist()) == 61
 
 
+@pytest.mark.parametrize(("held", "counts"), [(8, [8, 8]), (9, [8, 7])])
+def test_as_released_a_prompt_within_the_budget_stays_whole(held, counts):
+    """Of 8 entries, floor(0.2 * 8) + round(0.8 * 8) are 7. Of 9, the heads win 9 and 7, and rounding leaves one out."""
+    scores = np.where(np.arange(10) < held, 1, -np.inf).astype(np.float32)
+    scores = np.broadcast_to(scores, (1, 1, 2, 10))
+    assert allocate(AdaptiveShares(Fixed(8), 0.2, False, "code"), scores, np.array([[8]]), 0)[0, 0].tolist() == counts
+
+
 @pytest.mark.slow
 def test_heads_keep_their_own_best():
     """What heads of an evicting base hold stays with them: the layer's total is that of equal shares, at every step."""

@@ -86,9 +86,10 @@ def test_the_threshold_and_what_fits(budget, threshold, groups, expected):
     assert counts.tolist() == expected
 
 
-def test_a_base_that_evicts_leaves_each_head_room():
-    """No head retains fewer entries than it needs for a step, and none grows."""
-    policy = parse("dms:base=knorm,base.every=2,threshold=1.0,window=3,budget=10")  # no norm is negative
+@pytest.mark.parametrize("budget", [10, 30, 1.0])
+def test_a_base_that_evicts_leaves_each_head_room(budget):
+    """No head retains fewer entries than it needs for a step, and none grows, also if the prompt fits the budget."""
+    policy = parse(f"dms:base=knorm,base.every=2,threshold=1.0,window=3,budget={budget}")  # no norm is negative
     params, rows = tiny.decoder(), [np.random.default_rng(n).integers(0, 64, n) for n in (20, 4)]
     _, cache = tiny.prefill(params, policy, rows, 20)
     assert [len(head) for layer in tiny.held(cache, 0) for head in layer] == [policy.minimum] * 2

@@ -81,6 +81,18 @@ def test_scores_are_those_of_one_sequence(heads: int, kv_heads: int, count: int,
             assert tiny.held(retained, b)[i] == kept.tolist()
 
 
+@pytest.mark.long
+def test_a_prompt_may_end_in_an_earlier_call() -> None:
+    """The last call that reads has no tokens of the second row, and scores it like the first."""
+    (params, _), policy, rows = model(8, 2), lookaheadkv(8, 3, 2), [ROWS[0], ROWS[2]]
+    whole = kvjax.prefill(params, rows, policy=policy)
+    tokens, lengths = tiny.left_pad([rows[0][:20], rows[1]], 20)
+    _, cache = kvjax.extend(params, tiny.empty(params, policy, lengths, SIZE), tokens, lengths, compress="never")
+    tokens, lengths = tiny.left_pad([rows[0][20:], rows[1][:0]], 4)
+    _, cache = kvjax.extend(params, cache, tokens, lengths, compress="end")
+    assert [tiny.held(cache, b) for b in range(2)] == [tiny.held(whole, b) for b in range(2)]
+
+
 @pytest.mark.slow
 def test_bfloat16() -> None:
     """Matrices with adapters are rounded once."""

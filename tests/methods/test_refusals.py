@@ -65,6 +65,7 @@ REFUSED = {
         ),
         *((f"base={base}", "^criticalkv: its base .* only the order means something") for base in ORDINAL),
         ("base=compactor", "^criticalkv: its base LeveragedAttention"),
+        ("base=blockwise,base.base=h2o", "^criticalkv: its base BlockByBlock .* as in blockwise:base=criticalkv"),
         ("base=tova", "^criticalkv: its base LastAttention has all heads .* choose a base whose heads differ"),
         ("base=chunkkv", "^criticalkv: it scores .* the selection Chunks compares means of scores"),
     ],
@@ -86,6 +87,14 @@ REFUSED = {
         ("budget=128", "a budget of 128 entries: expected 129 or more"),
         *((f"base={base}", "^dms: it replaces its base's budget, and .* choose a base whose") for base in BUDGETS),
         ("base=tova", "LastAttention: it has all heads of a layer retain the same tokens"),
+        *(
+            (f"base={base}", rf"^dms: it compares single entries with a threshold, and the selection {name} does not")
+            for base, name in (
+                ("chunkkv", "Chunks"),
+                ("kvcrush", "Representatives"),
+                ("finch,base.chunk=6", "EvenChunks"),
+            )
+        ),
     ],
     "dynamickv": [
         ("interval=0", "interval=0: expected an integer >= 1"),

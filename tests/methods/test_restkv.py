@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -103,6 +104,17 @@ def test_heads_retain_what_the_released_steps_retain(heads, kv_heads, alpha, rea
         assert tiny.held(cache, b) == best(scores, counts)
         assert any(steps) == (reach < 2000), "some heads drift"
     assert tiny.held(cache, 3) == [[[0, 1, 2]] * kv_heads] * 2
+
+
+def test_the_program_does_not_grow_with_the_pooling():
+    """With reach=1 a prompt of M slots may pool 2 M neighbours and more."""
+
+    def steps(M):
+        shapes = ((1, 1, 1, M), jnp.float32), ((1, 1, M), bool), ((1, 1, 1), jnp.int32)
+        pooled = LostOutput(4, kernel=3, reach=1)._pooled
+        return len(jax.make_jaxpr(pooled)(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).eqns)
+
+    assert steps(160) == steps(40)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from tests.products import part
 
 WRAPPERS = {name: part for name, part in registry.parts().own.items() if issubclass(part, ScoreWrapper)}
 STATES = {  # the needs that a wrapper says it changes; any other one may change none
-    "BlockByBlock": {"slotwise", "by_count"},
+    "BlockByBlock": {"slotwise", "by_count", "marks"},
     "ProjectedValues": {"slotwise", "by_count", "marks"},
     "QueryHeadAttention": {"queries", "marks"},
     "QuerySample": {"queries", "keeps_queries", "marks"},
