@@ -57,6 +57,7 @@ def read_tokenizer(folder: Path, problems: list[str]) -> PreTrainedTokenizerBase
             config=config,
             local_files_only=True,
             trust_remote_code=False,
+            mistral_format=False,  # not the tokenizer of mistral-common, which has no chat template
             **({"add_bos_token": True} if begins else {}),
         )
     except Exception as error:  # the parsers raise many exception types, bare Exception among them

@@ -73,6 +73,18 @@ def test_a_tokenizer_in_another_form_is_no_lack_of_one(folder, name):
         assert load(folder)[1] is None
 
 
+def test_tokenizers_of_mistral_are_those_with_a_chat_template(folder, monkeypatch):
+    """transformers takes tekken.json and not tokenizer.json if mistral-common is installed and nothing else is said."""
+    from transformers import AutoTokenizer
+
+    for name in ("tokenizer.json", "tekken.json"):
+        (folder / name).write_text("{}")
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda folder, **options: given.update(options))
+    read_tokenizer(folder, [])
+    assert given["mistral_format"] is False
+
+
 def test_a_tokenizer_that_is_code_is_named(folder):
     (folder / "tokenizer.json").write_text("{}")
     write(folder, tokenizer_config={"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}})
