@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto import tokenization_auto
 
 from kvjax.checkpoint import load, save_hf
 from kvjax.checkpoint.tokenizer_files import read_tokenizer
@@ -32,6 +33,8 @@ def write(folder: Path, **files: Any) -> None:
 def internlm2(folder: Path) -> Path:
     """A tokenizer.model with tokens that have other names in tokenizer_config.json, as those of InternLM2."""
     sentencepiece = pytest.importorskip("sentencepiece")
+    if "internlm2" not in getattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", ()):
+        pytest.skip("this version of transformers reads no tokenizer of InternLM2 without its code")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["the quick brown fox", "hello there world"] * 20),
         **{"model_prefix": str(folder / "tokenizer"), "model_type": "bpe", "vocab_size": 60, "minloglevel": 2},
