@@ -29,7 +29,7 @@ def test_the_page_does_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     names: dict[str, Any] = {"__name__": "docs"}
     write, run, table = blocks("python")
     exec(write, names)
-    assert len((tmp_path / "questions.jsonl").read_text().splitlines()) == 10
+    assert len((tmp_path / "questions.jsonl").read_text().splitlines()) == 20
     command = next(part for part in re.findall(r"((?:^    .*\n)+)", PAGE.read_text(), re.M) if "compare demo" in part)
     arguments = shlex.split(command.replace("\\\n", " ").strip())[1:]
     picture = arguments.index("--picture")

@@ -22,7 +22,7 @@ def report(
     ] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option(help="Compare all policies with this one by paired bootstrap; may be repeated."),
+        typer.Option(help="Compare all policies with this one on the same examples; may be repeated."),
     ] = None,
     csv: Annotated[
         Path | None, typer.Option("--csv", help="Write this file, one row per answer, and no report without --out.")

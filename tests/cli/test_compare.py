@@ -86,8 +86,9 @@ def test_the_reference_may_be_another_policy(tmp_path: Path) -> None:
 SAID = {
     (-0.031, -0.052, -0.01, 0.004): "h2o loses 3.1 points (1.0 to 5.2) at 0.31 of the memory of full",
     (0.031, 0.01, 0.052, 0.004): "h2o gains 3.1 points (1.0 to 5.2) at 0.31 of the memory of full",
-    (-0.01, -0.03, 0.01, 0.4): "h2o: no difference shown (-3.0 to +1.0 points) at 0.31 of the memory of full",
-    (0, 0, 0, 1): "h2o: no difference shown (+0.0 to +0.0 points) at 0.31 of the memory of full",
+    (-0.01, -0.03, 0.01, 0.4): "h2o: no difference shown (-3.0 to +1.0 points, p 0.400) at 0.31 of the memory of full",
+    (-0.8, -1, -0.4, 0.125): "h2o: no difference shown (-100.0 to -40.0 points, p 0.125) at 0.31 of the memory of full",
+    (0, 0, 0, 1): "h2o: no difference shown (+0.0 to +0.0 points, p 1.000) at 0.31 of the memory of full",
     (-0.5, math.nan, math.nan, math.nan): (
         "h2o: -50.0 points at 0.31 of the memory of full; a task has fewer than 4 texts, too few for an interval"
     ),

@@ -18,7 +18,15 @@ from typer.testing import CliRunner
 from kvjax.cli import app
 from kvjax.evaluation.report import tables
 from kvjax.evaluation.report.results import CellName, Results, read_results
-from kvjax.evaluation.report.statistics import area, bootstrap, curve, difference, interval, largest_compression
+from kvjax.evaluation.report.statistics import (
+    area,
+    bootstrap,
+    curve,
+    difference,
+    interval,
+    largest_compression,
+    randomization,
+)
 from kvjax.evaluation.report.tables import Table
 
 KEYS, NEEDLE = ("demo/keys", 512), ("demo/needle", 512)
@@ -200,8 +208,20 @@ def test_differences_are_paired(results: Results, tmp_path: Path) -> None:
     always: Marks = {("a", 0.5): {KEYS: [[1], [0.5]] * 2}, ("b", 0.5): {KEYS: [[0.5], [0]] * 2}}
     (pair,) = read_results([write(tmp_path / "pair", always)])
     a, b = pair.cells.values()
-    assert difference(a, b, [KEYS]) == (0.5, 0.5, 0.5, 0)
+    assert difference(a, b, [KEYS]) == (0.5, 0.5, 0.5, 2 / 2**4)  # four examples, exchanged in every way
     assert difference(a, a, [KEYS]) == (0, 0, 0, 1)
+
+
+@pytest.mark.parametrize("examples", [5, 9, 40])
+def test_p_values_are_those_of_scipy(examples: int) -> None:
+    """Of one question per example, by all exchanges or by drawn ones. Equal differences count."""
+    rng = np.random.default_rng(examples)
+    one, other = (rng.integers(5, size=examples) / 4 for _ in range(2))
+    theirs = stats.permutation_test(
+        (one, other), lambda x, y: np.mean(x - y), permutation_type="samples", n_resamples=20_000, rng=0
+    )
+    ours = randomization(*([np.stack([scores, np.ones(examples)], axis=1)] for scores in (one, other)))
+    assert ours == pytest.approx(theirs.pvalue, abs=1e-9 if examples < 10 else 0.03)
 
 
 def test_costs(results: Results) -> None:

@@ -11,9 +11,10 @@ from kvjax.evaluation.items import Item
 from kvjax.evaluation.lines import decoding_speed
 from kvjax.evaluation.report.results import CellResults, Results, asked_by
 from kvjax.evaluation.report.statistics import FEWEST, Difference, Interval, difference, interval
-from kvjax.evaluation.report.tables import percent
+from kvjax.evaluation.report.tables import p_text, percent
 
 LEAST_TOKENS = 512  # the speed of fewer decoded tokens says nothing
+LEVEL = 0.05  # the largest p-value of a difference
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class Compared:
         if math.isnan(p):
             few = f"; a task has fewer than {FEWEST} texts, too few for an interval"
             return f"{self.policy}: {100 * mean:+.1f} points{place}{few}"
-        if low <= 0 <= high:
-            return f"{self.policy}: no difference shown ({100 * low:+.1f} to {100 * high:+.1f} points){place}"
+        if low <= 0 <= high or p > LEVEL:
+            spread = f"{100 * low:+.1f} to {100 * high:+.1f} points, p {p_text(p)}"
+            return f"{self.policy}: no difference shown ({spread}){place}"
         verb, (least, most) = ("loses", (-high, -low)) if mean < 0 else ("gains", (low, high))
         return f"{self.policy} {verb} {percent(abs(mean))} points ({percent(least)} to {percent(most)}){place}"
 

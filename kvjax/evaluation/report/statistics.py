@@ -1,4 +1,4 @@
-"""Statistics of results: bootstrap intervals, areas under curves, and the largest compression at a tolerance."""
+"""Statistics of results: bootstrap intervals, p-values, areas under curves, the largest compression at a tolerance."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jaxtyping import Float
 from kvjax.evaluation.report.results import CellResults, Column, Results
 
 DRAWS = 2000
+ALL = 10  # the most examples of which every exchange is tried
 FEWEST = 4  # examples of a task for an interval
 
 
@@ -79,9 +80,10 @@ def interval(cell: CellResults, columns: tuple[Column, ...]) -> Interval | None:
 
 
 def difference(one: CellResults, other: CellResults, columns: Sequence[Column]) -> Difference | None:
-    """The mean of `one` minus that of `other` on the questions that both answered, by paired bootstrap over examples.
+    """The mean of `one` minus that of `other` on the questions that both answered.
 
-    With fewer than FEWEST such examples of a task, low, high and p are NaN. None if a task has no such example.
+    The interval is a paired bootstrap over examples, and the p-value that of a randomization test. With fewer than
+    FEWEST such examples of a task, low, high and p are NaN. None if a task has no such example.
     """
     ours, theirs = list[Float[np.ndarray, "N K+1"]](), list[Float[np.ndarray, "N K+1"]]()
     for column in columns:
@@ -95,10 +97,34 @@ def difference(one: CellResults, other: CellResults, columns: Sequence[Column]) 
     mean = float(np.mean([headline(a.sum(0)) - headline(b.sum(0)) for a, b in zip(ours, theirs, strict=True)]))
     if min(map(len, ours)) < FEWEST:
         return Difference(mean, math.nan, math.nan, math.nan)
-    drawn = np.round(bootstrap(ours) - bootstrap(theirs), 12)  # equal sums may differ in their last digits
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    p = 2 * min(float(np.mean(drawn <= 0)), float(np.mean(drawn >= 0)))
-    return Difference(mean, float(low), float(high), min(1.0, p))
+    low, high = np.quantile(bootstrap(ours) - bootstrap(theirs), [0.025, 0.975])
+    return Difference(mean, float(low), float(high), randomization(ours, theirs))
+
+
+def randomization(ours: Sequence[Float[np.ndarray, "N K+1"]], theirs: Sequence[Float[np.ndarray, "N K+1"]]) -> float:
+    """The two-sided p-value of a paired difference: that of Fisher's randomization test.
+
+    It is the share of the ways to exchange the two policies' answers to some examples whose difference is at least as
+    large. Up to ALL examples, all ways are tried, and from then on DRAWS ways beside that of no exchange. The p-value
+    of five examples is therefore at least 2 / 2^5.
+
+    Args:
+        ours: for each task, one row per example with the sums of its answers' scores and their number.
+        theirs: the same of the other policy, for the same examples.
+    """
+    examples = sum(map(len, ours))
+    if examples <= ALL:
+        exchanged = np.arange(2**examples)[:, None] >> np.arange(examples) & 1
+    else:
+        exchanged = np.random.default_rng(0).integers(2, size=(1 + DRAWS, examples))
+        exchanged[0] = 0
+    found, first = np.zeros(len(exchanged)), 0
+    for mine, its in zip(ours, theirs, strict=True):
+        moved = exchanged[:, first : first + len(mine)] @ (its - mine)
+        found += headline(mine.sum(0) + moved) - headline(its.sum(0) - moved)
+        first += len(mine)
+    found = np.abs(found)
+    return float(np.mean(found > found[0] - 1e-9))  # equal differences may differ in their last digits
 
 
 def curve(results: Results, policy: str, question: str) -> list[Point]:

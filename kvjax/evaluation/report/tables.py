@@ -206,7 +206,7 @@ def _area(results: Results, policy: str, question: str) -> float | None:
 
 
 def comparison(results: Results, question: str, policy: str) -> Table | None:
-    """The difference of every other policy to `policy` at the same budget, by paired bootstrap over examples."""
+    """The difference of every other policy to `policy` at the same budget, paired over examples."""
     rows = []
     for name, cell in results.cells.items():
         other = next((c for c in results.of(policy, question) if c.name.budget in (name.budget, None)), None)
@@ -221,7 +221,7 @@ def comparison(results: Results, question: str, policy: str) -> Table | None:
         return None
     return Table(
         re.sub(r"\W", "_", f"against_{policy}_{question}"),
-        f"{results.model}: difference to {policy} in points, paired bootstrap, {MEANING[question]}",
+        f"{results.model}: difference to {policy} in points on the same examples, {MEANING[question]}",
         ("policy", "budget", "difference", "95 % interval", "p"),
         tuple(rows),
     )
