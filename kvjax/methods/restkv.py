@@ -26,7 +26,7 @@ from kvjax.pallas_kernels import Reduction, capped, compact, top_tokens, window_
 from kvjax.policy import Moment, Needs, Policy, Protect, check_integer, check_number
 
 from .common.budgets import budget_of
-from .common.in_turns import AT_ONCE, in_turns
+from .common.in_turns import in_turns
 from .common.pooling import Pooling
 from .common.projected_norms import projected_norms
 from .common.window_attention import QueryRing, QueryWindow
@@ -34,6 +34,7 @@ from .registry import preset
 
 APART = Reduction(rows="sum", group="none")
 EXACT = jax.lax.Precision.HIGHEST
+TERMS = 128  # neighbours that are added up without a loop, which the host of a GPU would drive
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class LostOutput(QueryWindow):
             own = jax.lax.dynamic_index_in_dim(share, i, axis=-1)
             return pooled + own * jax.lax.dynamic_slice_in_dim(text, i, M, axis=-1), None
 
-        pooled, _ = jax.lax.scan(add, jnp.zeros_like(scores), jnp.arange(2 * span + 1), unroll=AT_ONCE)
+        pooled, _ = jax.lax.scan(add, jnp.zeros_like(scores), jnp.arange(2 * span + 1), unroll=TERMS)
         place = jnp.maximum(jnp.cumsum(eligible, axis=-1) - 1, 0)
         return jnp.take_along_axis(pooled, place[:, :, None], axis=-1)
 

@@ -226,6 +226,7 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
             isinstance(score, ProjectedValues | BlockByBlock | StochasticAttention | RobustAttention | Ladder)
             and isinstance(select, Chunks | Pages)
         )
+        or (isinstance(budget, ThresholdShares) and select.compares != "scores")
         or (select == QUERY_BITS and not isinstance(score, QueryHeadAttention))
     )
 
