@@ -237,17 +237,16 @@ def compositions() -> dict[tuple, dict[Any, Policy]]:
     sound: dict[tuple, dict[Any, Policy]] = {}
     for score, select, merge, every in product(SCORES, SELECTS, MERGES, RHYTHMS):
         for budget in (*BUDGETS, *ALLOCATED, Everything()):
-            given = (score, budget, select, merge)
+            given, error = (score, budget, select, merge), ""
             try:
-                policy, error = Policy(*given, PROTECT, every), ""
+                sound.setdefault((score, select, merge, every), {})[budget] = Policy(*given, PROTECT, every)
             except ValueError as found:
-                policy, error = None, str(found)
+                error = str(found)
             assert refused(*given, every) == bool(error), f"{given}, every={every}: {error}"
-            if policy is not None:
-                sound.setdefault((score, select, merge, every), {})[budget] = policy
+            if not error:
                 continue
-            within = (getattr(score, "pooling", None), getattr(score, "base", None))
-            names = {type(part).__name__ for part in (*given, *within)} | {f"every={every}"}
+            parts = *given, getattr(score, "pooling", None), getattr(score, "base", None)
+            names = {type(part).__name__ for part in parts} | {f"every={every}"}
             assert sum(name in error for name in names) >= 2, f"{given}, every={every}: {error}"
     return sound
 
