@@ -90,11 +90,10 @@ class KVCache:
             mesh = fit_mesh(mesh, config)
         check_batch(batch, mesh)
         check_suits(policy, config, 1 if mesh is None else mesh.shape[MODEL])
-        slots = (prompt_size if policy.allocates else policy.slots(i, prompt_size, layers) for i in range(layers))
         cache = cls(
             **_unfilled(prompt_lengths, config=config, policy=policy, dtype=jnp.dtype(dtype)),
             policy=policy,
-            kept=tuple(slots),
+            kept=_kept(policy, prompt_size, layers),
             windows=config.windows,
             mesh=mesh,
         )
@@ -163,8 +162,7 @@ class KVCache:
         capacities = _at_least(held, self.put_rows(lengths), policy=self.policy)
         if self.mesh is not None:
             capacities = [place(x, heads_sharding(self.mesh)) for x in capacities]
-        size = bucket(int(lengths.max()))
-        slots = [size if self.policy.allocates else self.policy.slots(i, size, layers) for i in range(layers)]
+        slots = _kept(self.policy, bucket(int(lengths.max())), layers)
         each = zip(self.entries, capacities, strict=True)
         return replace(
             self,
@@ -230,6 +228,11 @@ class KVCache:
             held, seen = self._held_of_seen()
             facts.append(f"{held:,.0f} of {seen:,} tokens{' in the longest' if batch > 1 else ''}")
         return f"KVCache({', '.join([*facts, bytes_text(self.nbytes)])})"
+
+
+def _kept(policy: Policy, prompt_size: int, layers: int) -> tuple[int | None, ...]:
+    """The slots that each layer keeps of prompts up to a size; all of them where an allocation comes later."""
+    return tuple(prompt_size if policy.allocates else policy.slots(i, prompt_size, layers) for i in range(layers))
 
 
 @partial(jax.jit, static_argnums=1)

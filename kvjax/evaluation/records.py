@@ -8,16 +8,12 @@ to run and are in `timings.jsonl`.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvjax.evaluation.lines import ASKED, Key, Line, encoded, key_of, read_answer
-from kvjax.files.writing import new_file
-
-if sys.platform != "win32":
-    import fcntl
+from kvjax.files.writing import lock, new_file
 
 RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"
 
@@ -36,14 +32,9 @@ class Records:
         """
         self._path = path
         self._lock = path.with_name(f".{path.name}.lock").open("w")
-        try:
-            if sys.platform != "win32":
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(self._lock.fileno()):
             self._lock.close()
-            raise ValueError(f"another run is writing {path}: expected one run at a time") from None
-        except OSError:  # a network file system without locks
-            pass
+            raise ValueError(f"another run is writing {path}: expected one run at a time")
         self.texts: dict[Key, str] = {}  # of the policies that have answers, by label, budget and setting
         self._at: dict[Key, tuple[int, int]] = {}
         self._failed: set[Key] = set()

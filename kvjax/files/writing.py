@@ -266,15 +266,27 @@ def _lock(folder: Path, wait: bool = False) -> Iterator[None]:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise BusyError(f"another process is writing {folder}: expected one at a time") from None
-        except OSError:  # a network file system without locks
-            pass
+        if not lock(descriptor, wait):
+            raise BusyError(f"another process is writing {folder}: expected one at a time")
         yield
     finally:
         os.close(descriptor)
+
+
+def lock(descriptor: int, wait: bool = False) -> bool:
+    """Locks an open file or folder against others until it is closed. Returns False if somebody else has the lock.
+
+    Where the system or the file system has no locks, nobody has one.
+    """
+    if sys.platform == "win32":
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:  # a network file system without locks
+        pass
+    return True
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.evaluation.entries import Budget
+from kvjax.evaluation.header import reads_gates
 from kvjax.evaluation.lines import is_number
 from kvjax.policies import PRESETS, parse, size_of
 from kvjax.policy import PLAIN, Policy
@@ -75,9 +76,7 @@ def families(text: str) -> tuple[str, ...]:
         "layers or heads share a budget": policy.allocates,
         "entries merge": policy.merge.effects.merges,
         "the prompt is read twice": rereads(policy),
-        "trained gates or measured statistics": bool(
-            policy.score.needs.gates or policy.score.needs.statistics or policy.learned
-        ),
+        "trained gates or measured statistics": reads_gates(policy),
         "fewer bits per entry": policy.storage != PLAIN,
     }
     changes_another = preset in PRESETS and bool(base_of(preset))
