@@ -308,6 +308,7 @@ class Engine:
             rows=self.sizes.rows,
             rows_busy=loop.busy,
             queue=loop.waiting,
+            failed=loop.error is not None,
             cache_bytes=self._cache_bytes,
             **self._reuse.counts,
         )

@@ -7,6 +7,7 @@ could be admitted after it. The device works on it while the host delivers the t
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .hosts import Leader
 
 
+logger = logging.getLogger(__name__)
 # The device has taken no step beyond these ends, so the row has seen what the client has, but for the last token.
 COMPLETE: tuple[Finish | None, ...] = ("end", "length")
 
@@ -204,8 +206,7 @@ class Loop:
             next(self._reading.units)
         except (OSError, TooLongError) as error:  # of a store, which concerns the only request that is read
             for ticket in self._read_now:
-                ticket.feed.fail(error)
-                self.counters.finish("failed", ticket.submitted)
+                self._lose(ticket, error)
             self._reading = None
         except StopIteration as stop:
             self._admit(self._read_now, stop.value)
@@ -269,8 +270,7 @@ class Loop:
         try:
             ticket.guided.write(guides, row)
         except GrammarError as error:
-            ticket.feed.fail(error)
-            self.counters.finish("failed", ticket.submitted)
+            self._lose(ticket, error)
         return not ticket.feed.ended
 
     def _finish(
@@ -310,13 +310,20 @@ class Loop:
         ticket.feed.end("cancelled")
         self.counters.finish("cancelled", ticket.submitted)
 
+    def _lose(self, ticket: Ticket, error: BaseException) -> None:
+        ticket.feed.fail(error)
+        self.counters.finish("failed", ticket.submitted)
+
     def _fail(self, error: BaseException) -> None:
-        """Ends everything with an error."""
+        """Ends everything with an error, which is logged, because no later request may come."""
+        logger.error("the engine has failed", exc_info=error)
         closed = EngineClosedError(f"the engine has failed with {type(error).__name__}: {error}")
         closed.__cause__ = error
         with self._changed:
             self.error = closed
             tickets = self._accepted()
             self._queue.clear()
+            self.rows, self._reading = [None] * len(self.rows), None
         for ticket in tickets:
-            ticket.feed.fail(closed)
+            if not ticket.feed.ended:
+                self._lose(ticket, closed)

@@ -80,6 +80,7 @@ class Stats:
         cache_bytes: the size of the resident cache.
         prefixes: what the store of prefixes has done.
         conversations: what the store of conversations has done.
+        failed: whether the loop has failed. Every request is then refused.
     """
 
     rows: int
@@ -100,6 +101,7 @@ class Stats:
     cache_bytes: int
     prefixes: StoreCounts = StoreCounts()
     conversations: StoreCounts = StoreCounts()
+    failed: bool = False
 
     @property
     def tokens_per_second(self) -> float:

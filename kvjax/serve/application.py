@@ -82,7 +82,9 @@ def application(models: Models, settings: Settings, is_closing: Callable[[], boo
         return JSONResponse(models.find(request.path_params["name"]).document(started))
 
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "closing" if is_closing() else "ok"}, 503 if is_closing() else 200)
+        failed = any(model.engine.stats().failed for model in models)
+        status = "failed" if failed else "closing" if is_closing() else "ok"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     async def stats(request: Request) -> Response:
         name = request.query_params.get("model")

@@ -21,7 +21,7 @@ from kvjax.engine import Engine, EngineClosedError, GrammarError, Handle, QueueF
 
 from .chat import Chat
 from .dialects import Reading, Template
-from .errors import ApiError, closing
+from .errors import ApiError, closing, ended
 from .pieces import Piece, Pieces
 from .responses import Responses
 from .schema import Completion, StreamOptions
@@ -103,8 +103,8 @@ def ending_is_told() -> Iterator[None]:
         raise ApiError(422, str(error), code="grammar") from None
     except TooLongError as error:  # the conversation that it was to continue has left the store meanwhile
         raise _too_long(error) from None
-    except EngineClosedError:
-        raise closing() from None
+    except EngineClosedError as error:
+        raise ended(error) from None
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def _told(error: BaseException, request: Wanted) -> BaseException:
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="rate_limit_exceeded")
     if isinstance(error, EngineClosedError):
-        return closing()
+        return ended(error)
     return error
 
 

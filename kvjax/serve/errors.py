@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvjax.checks import cut, shown
+from kvjax.engine import EngineClosedError
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,14 @@ class ApiError(Exception):
 def closing() -> ApiError:
     """The error of a server that shuts down."""
     return ApiError(503, "the server is shutting down: expected another server, or a later try", code="shutting_down")
+
+
+def ended(error: EngineClosedError) -> ApiError:
+    """The error of an engine that is closed, or has failed."""
+    if error.__cause__ is None:
+        return closing()
+    message = "the engine has failed, and the log of the server says why: expected a server that is started anew"
+    return ApiError(500, message, code="internal_error")
 
 
 async def told(request: Request, error: Exception) -> Response:

@@ -91,5 +91,5 @@ def configured(app: Starlette, *, patience: float) -> uvicorn.Config:
         server_header=False,
         lifespan="off",
         timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=math.ceil(patience),
+        timeout_graceful_shutdown=None if math.isinf(patience) else math.ceil(patience),
     )

@@ -215,6 +215,8 @@ def test_an_error_of_the_device_ends_everything(loop: Loop, notes: Notes) -> Non
     for one in tickets:
         assert isinstance(one.feed.error, EngineClosedError)
         assert isinstance(one.feed.error.__cause__, FloatingPointError)
+    assert loop.counters.finished == {"failed": 3}
+    assert loop.busy == loop.waiting == 0
     with pytest.raises(EngineClosedError, match="the engine has failed with FloatingPointError: no more steps"):
         loop.submit([ticket(1)])
 
