@@ -35,7 +35,7 @@ from .loop import Loop
 from .memory import Footprint, bytes_of, check_room, weights_per_device
 from .planning import plans_of
 from .reuse import Reuse
-from .sizes import CHUNK
+from .sizes import CHUNK, ENDS
 from .stats import Stats
 from .ticket import Options, Ticket
 
@@ -76,7 +76,7 @@ class Engine:
         tokenizer: Any = None,
         chunk: int = CHUNK,
         max_queue: int = 1024,
-        max_end_tokens: int = 8,
+        max_end_tokens: int = ENDS,
         steps_at_once: int | None = None,
         memory: int | str | None = None,
         prefix_memory: int | str | None = None,

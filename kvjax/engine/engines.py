@@ -15,7 +15,7 @@ from kvjax.runtime.modes import own_modes
 from .engine import Engine
 from .memory import Footprint, weights_per_device
 from .planning import plans_of
-from .sizes import CHUNK
+from .sizes import CHUNK, ENDS
 
 
 class Engines(Mapping[str, Engine]):
@@ -35,7 +35,7 @@ class Engines(Mapping[str, Engine]):
         max_new_tokens: int,
         tokenizer: Any = None,
         chunk: int = CHUNK,
-        max_end_tokens: int = 8,
+        max_end_tokens: int = ENDS,
         conversation_memory: int | str | None = None,
         conversation_device_memory: int | str | None = None,
         **options: Any,

@@ -19,7 +19,7 @@ from kvjax.request.request import as_policy, check_tokenizer, texts_of
 from .hosts import check_hosts
 from .memory import bytes_of
 from .plans import Plans
-from .sizes import CHUNK, Sizes
+from .sizes import CHUNK, ENDS, Sizes
 
 
 def plans_of(
@@ -31,7 +31,7 @@ def plans_of(
     max_new_tokens: int,
     tokenizer: Any = None,
     chunk: int = CHUNK,
-    max_end_tokens: int = 8,
+    max_end_tokens: int = ENDS,
     conversation_memory: int | str | None = None,
     conversation_device_memory: int | str | None = None,
 ) -> Plans:

@@ -9,6 +9,7 @@ from itertools import islice
 from kvjax.cache import bucket, room_for
 
 CHUNK = 512  # tokens that are read between two steps, unless the caller says otherwise
+ENDS = 24  # end tokens of a request: a checkpoint's, and the 16 that a request to a server may add
 SHORTEST_ON_GPU = 128  # a GPU reads fewer tokens in the same time, which its weights take
 TOGETHER = 4  # short prompts that one program reads: the weights are read once, and each prompt's cache takes memory
 
@@ -41,7 +42,7 @@ class Sizes:
         max_new_tokens: int,
         *,
         chunk: int = CHUNK,
-        ends: int = 8,
+        ends: int = ENDS,
         platform: str = "cpu",
     ) -> Sizes:
         """The sizes on a platform, with a chunk that is a bucket and no longer than the longest prompt."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from kvjax import Greedy, Sampler
+from kvjax.serve.schema import Completion
 from tests.serve.serving import CHAT, GOOD, Serving, send
 
 GREEDY: Any = {"model": "tiny", "temperature": 0, "max_tokens": 8}
@@ -29,9 +31,17 @@ def test_stop_token_ids(serving: Serving) -> None:
     body = GOOD | {"temperature": 0, "max_tokens": 8}
     usual = serving.engine.submit("ba", max_new_tokens=8).result().tokens.tolist()
     third = next(i for i in range(2, 8) if usual[i] not in usual[:i])
-    choice = send(serving, "/v1/completions", body | {"stop_token_ids": [usual[third]]})[1]["choices"][0]
+    others = [token for token in range(90) if token not in usual][:15]
+    choice = send(serving, "/v1/completions", body | {"stop_token_ids": [usual[third], *others]})[1]["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert choice["text"] == "".join(_name(serving, token) for token in usual[: third + 1])
+
+
+def test_what_is_no_limit_leaves_the_default() -> None:
+    """Clients of vLLM send all of them."""
+    wanted = Completion(**GOOD, top_p=1, top_k=-1, min_p=0)
+    assert wanted.sampler(Greedy()) == Greedy()
+    assert wanted.sampler(Sampler(top_k=5)) == Sampler()
 
 
 def test_the_most_probable_tokens(serving: Serving) -> None:
