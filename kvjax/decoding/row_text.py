@@ -105,14 +105,13 @@ class RowText:
         """
         if token < 0 or self.stopped:
             return ""
-        last |= token in self._ends
-        text = self._stream.add(token)
-        if last:
-            text += self._stream.end()
         held, self._held = self._held, ""
         if token in self._ends:
             self.stopped = True
-            return held + text
+            return held + self._stream.end()
+        text = self._stream.add(token)
+        if last:
+            text += self._stream.end()
         found = [at for at in (stop.add(text) for stop in self._stops) if at is not None]
         if found:
             self.stopped = True

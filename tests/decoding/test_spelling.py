@@ -67,6 +67,14 @@ def answered(tokenizer: Any, ids: list[int], stops: list[str], pieces: bool) -> 
     return text, found + spelling.add(waiting, "" if pieces else text, last=True)
 
 
+def test_a_stop_string_that_is_a_special_token() -> None:
+    """The text ends before it, also where it names special tokens."""
+    tokenizer = KINDS["byte_level"]
+    (letter, special) = tokenizer.convert_tokens_to_ids(["a", "<s>"])
+    row = RowText(tokenizer, ["<s>"], {special})
+    assert (row.add(letter, last=False) + row.add(special, last=False), row.stopped) == ("a", True)
+
+
 @pytest.mark.parametrize("pieces", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_tokens(kind: str, pieces: bool) -> None:
