@@ -150,13 +150,13 @@ class Template:
         """
         found = Reading(most_calls=most_calls)
         if (dialect := self.dialect) is not None and (tools or dialect.always):
-            special = special_ids(self.tokenizer)
-            markers = tuple(name for name in dialect.markers if name in special)
-            found = Reading(dialect.divider, markers, dialect.call_id, most_calls)
-        if not self._thinks:
-            return found
-        begun = self._begins_inside(options)
-        return replace(found, divider=lambda: Thinking(found.divider(), begun=begun))
+            found = Reading(dialect.divider, dialect.markers, dialect.call_id, most_calls)
+        names, divider = found.markers, found.divider
+        if self._thinks:
+            begun = self._begins_inside(options)
+            names, divider = (*names, Thinking.OPENS, Thinking.CLOSES), lambda: Thinking(found.divider(), begun=begun)
+        special = special_ids(self.tokenizer) if names else {}
+        return replace(found, divider=divider, markers=tuple(name for name in names if name in special))
 
     def grammar(
         self,

@@ -64,9 +64,13 @@ class Choice(Strict):
 
 
 class Called(Strict):
-    """A function and the arguments of a call, as text: a JSON object, or what a model has written in its place."""
+    """A function and the arguments of a call, as text: a JSON object, or what a model has written in its place.
 
-    name: Name
+    Attributes:
+        name: any, because a model may write names that no tool has.
+    """
+
+    name: Annotated[str, Field(description="a string")]
     arguments: Annotated[str, Field(description="a string, which should be a JSON object")]
 
     def document_of(self, call_id: str) -> dict[str, Any]:

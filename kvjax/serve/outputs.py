@@ -42,6 +42,7 @@ class Outputs(Form):
             tokens: their number until now.
         """
         status = {None: "in_progress", "length": "incomplete"}.get(finish, "completed")
+        statuses = ["completed"] * (len(items.all) - 1) + [status]  # an answer ends in its last item
         return {
             "id": f"resp_{asked.id}",
             "object": "response",
@@ -50,7 +51,7 @@ class Outputs(Form):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model,
-            "output": [item | {"status": status} for item in items.all],
+            "output": [item | {"status": one} for item, one in zip(items.all, statuses, strict=False)],
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",

@@ -109,13 +109,15 @@ def test_calls(calling: Serving) -> None:
 
 @pytest.mark.slow
 def test_reasoning() -> None:
-    for one in scripted_serving(["<think>\nI add them.\n</think>\n\nIt is 3."], THINKS):
+    for one in scripted_serving(["<think>\nI add them.\n</think>\n\nIt is 3."], THINKS, ["<think>", "</think>"]):
         ask: Any = {"model": "tiny", "input": "1 + 2?", "temperature": 0}
         thought, said = one.client.responses.create(**ask).output
         assert thought.content[0].text.strip() == "I add them."
         assert said.content[0].text == "It is 3."
         log_probs: Any = {"include": ["message.output_text.logprobs"]}
         events = list(one.client.responses.create(**ask, **log_probs, stream=True))
+        cut = one.client.responses.create(**ask, max_output_tokens=4)
+        assert [item.status for item in cut.output] == ["completed", "incomplete"]
         deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
         assert "".join(deltas) == thought.content[0].text
         (_, last) = events[-1].response.output

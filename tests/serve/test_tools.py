@@ -186,13 +186,16 @@ def test_special_tokens_in_text(speaking: tuple[str, Serving]) -> None:
         assert choice["text"] == expected
         spelled = "".join(choice["logprobs"]["tokens"])
         assert spelled == script + "</s>"  # a token that adds no text has its name
+    ended = send(one, "/v1/completions", body | {"skip_special_tokens": False, "stop": "<|python_tag|>"})[1]["choices"]
+    assert (ended[0]["text"], ended[0]["finish_reason"]) == ("", "stop")
 
 
 @pytest.mark.slow
-def test_reasoning() -> None:
-    """`<think>` in the template: reasoning is apart, also where the prompt begins it."""
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")])
+def test_reasoning(special: Sequence[str]) -> None:
+    """`<think>` in the template: reasoning is apart, also where the markers are special tokens."""
     template = HERMES + "{# </think> #}{{ '<think>' if thinking is defined }}"
-    for one in serving(["<think>\nHow?</think>\n\nSo it is."], template):
+    for one in serving(["<think>\nHow?</think>\n\nSo it is."], template, special):
         message = one.client.chat.completions.create(**ASK).choices[0].message
         assert (message.content, message.model_extra["reasoning_content"]) == ("So it is.", "\nHow?")
         said = {"content": "", "reasoning_content": ""}
@@ -219,6 +222,22 @@ def test_the_reasoning_of_earlier_turns() -> None:
             assert [message[name] for message in prompt] == ["R", "R\n\nA" if sign == "<|channel|>" else "R"]
             assert [message["content"] for message in prompt] == ["A", "" if sign == "<|channel|>" else "A"]
             assert all(set(message) <= {"role", "content", "tool_calls", name} for message in prompt)
+
+
+def test_markers_that_are_special_tokens() -> None:
+    """Text leaves them out unless it is told not to."""
+    names = ("<tool_call>", "<think>", "</think>")
+    _, tokenizer = scripted(["x"], HERMES + "{# <think> </think> #}", names)
+    template = Template.of(tokenizer)
+    for tools, expected in ((True, names), (False, names[1:])):
+        assert template.reading(tools=tools, options={}, most_calls=1).markers == expected
+
+
+def test_names_that_no_tool_has() -> None:
+    """A model may write any, and a client sends them back."""
+    called = {"id": "c", "type": "function", "function": {"name": "add it", "arguments": "{}"}}
+    chat = parse(Chat, json.dumps(ASK | {"messages": [{"role": "assistant", "tool_calls": [called]}]}).encode())
+    assert chat.dialogue[0]["tool_calls"][0]["function"]["name"] == "add it"
 
 
 def test_templates_that_cannot_be_read() -> None:
