@@ -94,21 +94,25 @@ class Chunks(Stream):
         self._options, self._tokens = asked.stream or StreamOptions(), 0
 
     def opening(self) -> Documents:
-        return self._form.opening(self._asked)
+        return [self._with_usage(document) for document in self._form.opening(self._asked)]
 
     def add(self, index: int, piece: Piece) -> Documents:
         self._tokens += piece.tokens
-        return [self._form.piece(self._asked, index, piece) | self._usage(self._options.continuous_usage_stats)]
+        return [self._with_usage(self._form.piece(self._asked, index, piece))]
 
     def closing(self) -> Documents:
         last = self._form.piece(self._asked, 0, Piece(Said(), 0, ())) | {"choices": []}
-        return [last | self._usage(True)] if self._options.include_usage else []
+        return [last | self._usage] if self._options.include_usage else []
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         return error.document
 
-    def _usage(self, wanted: bool | None) -> dict[str, Any]:
-        return {"usage": self._asked.usage(self._tokens)} if wanted else {}
+    def _with_usage(self, document: dict[str, Any]) -> dict[str, Any]:
+        return document | (self._usage if self._options.continuous_usage_stats else {})
+
+    @property
+    def _usage(self) -> dict[str, Any]:
+        return {"usage": self._asked.usage(self._tokens)}
 
 
 def _counted(answers: Sequence[Piece]) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from kvjax.decoding.grammars import Grammar, lark_of_json
 
 ANY, BLANK = r"/(.|\n)*/", r"/[ \n]*/"
+WRITTEN = {"/": r"\/", "\n": r"\n"}  # characters that no regular expression of a grammar has as they stand
 
 
 class Writer:
@@ -34,8 +35,8 @@ class Writer:
 
     def regex(self, pattern: str) -> str:
         """Text that a regular expression matches."""
-        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
-        return self.rule(f"/{escaped}/".replace("\n", r"\n"))
+        escaped = re.sub(r"(\\[^\n])|\\?([\n/])", lambda found: found[1] or WRITTEN[found[2]], pattern)
+        return self.rule(f"/{escaped}/")
 
     def text(self, *parts: str) -> str:
         """Text as it stands, of which parts that are one token may be that token."""

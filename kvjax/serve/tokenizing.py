@@ -33,14 +33,17 @@ class Tokenize(Strict):
     add_special_tokens: Flag = True
     add_generation_prompt: Flag = True
     return_token_strs: Flag = False
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="options of the chat template")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(description="beside messages, an object with options of the chat template")
+    ] = None
 
     @model_validator(mode="after")
     def _has_one(self) -> Tokenize:
         if (self.prompt is None) == (self.messages is None):
             raise refused("prompt", "value")
-        if self.tools and self.messages is None:
-            raise refused("tools", "value")
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(self, name) and self.messages is None:
+                raise refused(name, "value")
         return self
 
 

@@ -119,6 +119,8 @@ def test_usage_of_each_piece(serving: Serving) -> None:
     counts = [event.usage.completion_tokens for event in events]
     assert counts == sorted(counts)
     assert (counts[-1], events[-1].usage.prompt_tokens) == (5, 6)
+    events = list(serving.client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=5, **options))
+    assert [event.usage.completion_tokens for event in events][:: len(events) - 1] == [0, 5]
 
 
 def test_pieces_of_several_chats_at_once(serving: Serving, alone: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,13 @@ def test_content_after_reasoning_or_in_place_of_calls(token: bool) -> None:
     begun = found.grammar(content, tools=(), required=False, several=False, options={"thinking": True})
     assert accepted(tokenizer, begun, "so</think>1/\n")
     assert accepted(tokenizer, begun, "1/\n") is False  # all of it is reasoning
+
+
+def test_a_pattern_that_python_has_escaped() -> None:
+    _, tokenizer = scripted(["x"])
+    writer, text = Writer(tokenizer), "a/b\n\\c.\t"
+    grammar = writer.grammar(writer.regex(re.escape(text)))
+    assert accepted(tokenizer, grammar, text)
 
 
 def test_the_final_channel() -> None:

@@ -27,6 +27,7 @@ def test_there_and_back(serving: Serving) -> None:
         ("/tokenize", {}, "prompt", "prompt is missing"),
         ("/tokenize", {"prompt": "ba", "messages": CHAT["messages"]}, "prompt", 'prompt="ba": expected a string, or'),
         ("/tokenize", {"prompt": 5}, "prompt", "prompt=5: expected"),
+        ("/tokenize", {"prompt": "ba", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "beside messages"),
         ("/tokenize", {"prompt": "Emma"}, "prompt", "cannot encode the prompt 'Emma'"),
         ("/tokenize", {"text": "ba"}, "text", "text: unknown or not supported; expected one of model, prompt"),
         ("/detokenize", {"tokens": []}, "tokens", "tokens=[]: expected a list of token ids"),
