@@ -55,7 +55,7 @@ class Last(SamplingMethod):
         ([1], {"seed": [1]}, "expected an integer of 64 bits"),
         ([1], {"seed": 2**63}, "expected an integer of 64 bits"),
         ([1], {"eos": "x"}, "eos='x': expected a token id"),
-        ([1], {"eos": list(range(9))}, "eos has 9 tokens: expected at most 8"),
+        ([1], {"eos": list(range(25))}, "eos has 25 tokens: expected at most 24"),
         ([1], {"stop": ""}, "stop='': expected strings"),
         ([1], {"prefix": [2]}, r"prefix=\[2\]: expected an engine with prefix_memory="),
         ([1], {"log_probs": "yes"}, "log_probs='yes': expected True or False"),
