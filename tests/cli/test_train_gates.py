@@ -193,7 +193,10 @@ def test_targets_are_the_scores_that_kvzip_compares() -> None:
         (("--method", "fastkvzip"), "inner=4 with method=fastkvzip: expected no inner"),
     ],
 )
-def test_bad_settings(model: str, texts: Path, tmp_path: Path, options: tuple, says: str) -> None:
+def test_bad_settings(
+    model: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple, says: str
+) -> None:
+    monkeypatch.setattr("kvjax.checkpoint.named.load", None)  # no weights are read
     asked = ("train-gates", model, "--method", "kvzap", "--data", texts, "--out", tmp_path / "out", *SMALL, *options)
     status, _, stderr = kv(*asked)
     assert status == 2
@@ -201,7 +204,15 @@ def test_bad_settings(model: str, texts: Path, tmp_path: Path, options: tuple, s
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_data_and_folders(model: str, texts: Path, tmp_path: Path) -> None:
+def test_the_base_is_a_policy(texts: Path, tmp_path: Path) -> None:
+    asked = ("train-gates", "nowhere/model", "--method", "restorekv", "--data", texts, "--out", tmp_path / "out")
+    status, _, stderr = kv(*asked, "--base", "kvzap:size=3")
+    assert status == 2
+    assert "kvzap has no option 'size'" in stderr
+
+
+def test_bad_data_and_folders(model: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvjax.checkpoint.named.load", None)  # no weights are read
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "short.txt").write_text(WORDS)
     (tmp_path / "empty").mkdir()
@@ -214,6 +225,7 @@ def test_bad_data_and_folders(model: str, texts: Path, tmp_path: Path) -> None:
         (tmp_path / "short.txt", "out", "tokens: expected 48 or more, the length"),
         (texts, "latin.txt", "latin.txt is a file: expected a folder"),
         (texts, "full", "full is not empty: expected an empty or absent folder"),
+        (texts, "latin.txt/out", "latin.txt is a file: expected a folder"),
     ]
     for data, out, says in cases:
         asked = ("train-gates", model, "--method", "kvzap", "--data", data, "--out", tmp_path / out, *SMALL)
