@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,6 +161,21 @@ def test_the_loss_falls(tmp_path: Path) -> None:
     bias = np.array([layer["bias"] for layer in objective.initial()])
     np.testing.assert_allclose(bias, targets.mean(axis=(1, 3)), rtol=1e-5)
     assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.long(first=1)
+@pytest.mark.parametrize("objective", [log_scores, cross_entropy])
+def test_entries_that_have_left_a_window_have_no_targets(objective: Callable, tmp_path: Path) -> None:
+    """Of a layer with a sliding window, the gates learn the scores of the entries that it still has."""
+    params, stream = tiny.decoder(windows=(8, None)), Stream(np.arange(40, dtype=np.int32))
+    recipe = Recipe(steps=3, batch=1, length=40, learning_rate=0.01)
+    made = objective(params, recipe, stream, Letters(), *([None] if objective is log_scores else []))
+    scores = np.asarray(made.batch(0)[1])
+    assert np.isnan(scores).any(axis=(1, 2)).tolist() == [[True] * 33 + [False] * 7, [False] * 40]
+    gates = train(params, made, recipe, tmp_path / "out", facts={})
+    assert all(np.isfinite(tensor).all() for layer in gates.layers for tensor in layer.values())
+    lines = curve(tmp_path / "out")
+    assert lines[2]["loss"] < lines[1]["loss"]  # the first step has a learning rate of 0
 
 
 @pytest.mark.slow
