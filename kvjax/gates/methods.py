@@ -58,6 +58,6 @@ def check_options(method: str, options: Mapping[str, int | str]) -> None:
             alone = f"{' and '.join(owners)} alone {'have' if len(owners) > 1 else 'has'}"
             raise ValueError(f"{name}={shown(value)} with method={method}: expected no {name}, which {alone}")
         if (least := TRAININGS[method].options[name]) is None:
-            policies.parse(value)
+            policies.parse(str(value))
         else:
             check_integer(name, value, least)
