@@ -140,10 +140,11 @@ def read_config(folder: Path) -> DecoderConfig:
     """Reads config.json.
 
     Raises:
-        CheckpointError: there is no config.json, or it is not a JSON object.
+        CheckpointError: there is no config.json, or it is not a JSON object. A saved cache is named as such.
         UnsupportedModelError: config.json asks for a computation that is not implemented.
     """
     if not (folder / "config.json").is_file():
+        check_form(folder, "hf", "gguf", "orbax")
         adapter = (folder / "adapter_config.json").is_file()  # as peft writes it
         hint = ", but an adapter: expected a model into which the adapter is merged" if adapter else ""
         raise CheckpointError(folder, [f"it has no config.json{hint}"])

@@ -177,7 +177,7 @@ def stored_arrays(folder: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = checkpointer.metadata(folder / PARAMS).item_metadata
+            tree = checkpointer.metadata((folder / PARAMS).absolute()).item_metadata
     except (ValueError, OSError) as error:
         problems.append(f"{PARAMS}/ is damaged: {one_line(error)}")
         return {}

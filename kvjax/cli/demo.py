@@ -55,6 +55,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Answer questions about long texts under six cache policies, with the model that ships with kvjax or another."""
+    from kvjax.files.writing import check_folder
     from kvjax.policies import parse
 
     started = time.perf_counter()
@@ -69,6 +70,7 @@ def demo(
     for name in COMPRESSING:
         for size in budgets:
             parse(f"{name}:budget={size}")
+    check_folder(out, overwrite=True)
     out.mkdir(parents=True, exist_ok=True)
     keep_compiled()
     if model is None or data is None:

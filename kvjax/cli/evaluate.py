@@ -97,7 +97,8 @@ def evaluate(
     from kvjax.evaluation.records import RESULTS
     from kvjax.files.writing import check_folder
 
-    check_folder(out, overwrite=True)
+    if not dry_run:
+        check_folder(out, overwrite=True)
     if workers is not None and ray is None:
         raise ValueError(f"--workers {workers} without --ray: expected both")
     grid = Grid.of(SMALL) if grid_file is None else Grid.read(grid_file)

@@ -114,13 +114,19 @@ def load_with_texts(
 ) -> tuple[Decoder, PreTrainedTokenizerBase, Stream]:
     """Loads a model, its tokenizer, and texts for windows of `length` tokens.
 
-    Raises ValueError if one of them cannot be read, the texts are shorter, or the model has fewer positions.
+    Raises ValueError if one of them cannot be read, the texts are shorter, or the model has fewer positions. Weights
+    are read last.
     """
+    from kvjax.checkpoint import dtype_named, locate, mesh_sizes, source_of
+    from kvjax.checkpoint.named import needed_tokenizer
     from kvjax.files.texts import read_stream, text_files
 
-    text_files(data)  # before the model is loaded
-    params, tokenizer = load(model, dtype, mesh)
-    if length > params.config.max_positions:
-        raise ValueError(f"length={length}: expected at most {params.config.max_positions}, the model's positions")
+    text_files(data)  # before a model is downloaded
+    dtype_named(dtype)
+    mesh_sizes(mesh)
+    source = source_of(locate(model))
+    if length > (most := source.config().max_positions):
+        raise ValueError(f"length={length}: expected at most {most}, the model's positions")
     with Line("reading texts"):
-        return params, tokenizer, read_stream(data, tokenizer, least=length)
+        stream = read_stream(data, needed_tokenizer(source, model), least=length)
+    return *load(model, dtype, mesh), stream

@@ -30,19 +30,16 @@ def measure_statistics(
     """Measure what qfilter, expected_attention_stats and triattention read, e.g. --data texts/ --out statistics/."""
     import numpy as np
 
-    from kvjax.checks import check_size
     from kvjax.files.writing import check_folder
     from kvjax.policy import check_integer
     from kvjax.statistics.files import write_statistics
     from kvjax.statistics.measure import measured
 
-    for name, value in {"batches": batches, "batch": batch, "length": length}.items():
-        check_size(name, value)
     check_integer("sinks", sinks, least=0)
     check_integer("seed", seed, least=0)
     if length <= sinks + 1:
         raise ValueError(f"length={length}: expected an integer > sinks + 1 = {sinks + 1}")
-    check_folder(out, overwrite=False, argument="another folder")
+    check_folder(out, overwrite=False, argument=None)
     params, _, stream = load_with_texts(model, dtype, mesh, data, length)
     with Bar("batches") as bar:
         bar.begin(batches)

@@ -8,7 +8,24 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from kvjax.checks import shown
+from kvjax.checks import check_size, shown
+
+
+def as_size(option: typer.CallbackParam, value: int | None) -> int | None:
+    """The value of an option that is a size, if it is given. Raises ValueError, before a command begins."""
+    if value is not None:
+        check_size(str(option.name), value)
+    return value
+
+
+def as_bytes(option: typer.CallbackParam, value: str | None) -> str | None:
+    """The value of an option that is a number of bytes, as text. Raises ValueError, before a command begins."""
+    from kvjax.engine.memory import bytes_of
+
+    if value is not None:
+        bytes_of(value, str(option.name))
+    return value
+
 
 Model: TypeAlias = Annotated[
     str,
@@ -17,7 +34,7 @@ Model: TypeAlias = Annotated[
     ),
 ]
 PolicyText: TypeAlias = Annotated[str, typer.Option(help="What the cache retains: PRESET or PRESET:OPTION=VALUE,...")]
-NewTokens: TypeAlias = Annotated[int, typer.Option(help="The most tokens that an answer may have.")]
+NewTokens: TypeAlias = Annotated[int, typer.Option(callback=as_size, help="The most tokens that an answer may have.")]
 Sampler: TypeAlias = Annotated[str, typer.Option(help="greedy, or settings as in temperature=0.7,top_p=0.9.")]
 CheckpointSampler: TypeAlias = Annotated[
     str | None,
@@ -40,7 +57,8 @@ ChatTemplate: TypeAlias = Annotated[
     typer.Option(metavar="FILE", help="A Jinja file, instead of the checkpoint's chat template."),
 ]
 Chunk: TypeAlias = Annotated[
-    int | None, typer.Option(help="The number of prompt tokens to read at a time, to use less memory.")
+    int | None,
+    typer.Option(callback=as_size, help="The number of prompt tokens to read at a time, to use less memory."),
 ]
 Scorer: TypeAlias = Annotated[
     str | None,
@@ -67,9 +85,9 @@ Dtype: TypeAlias = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
 ]
 Data: TypeAlias = Annotated[Path, typer.Option(help="A text file, or a folder with files *.txt.")]
-Batches: TypeAlias = Annotated[int, typer.Option(help="The number of batches.")]
-Batch: TypeAlias = Annotated[int, typer.Option(help="The number of texts per batch.")]
-Length: TypeAlias = Annotated[int, typer.Option(help="The number of tokens per text.")]
+Batches: TypeAlias = Annotated[int, typer.Option(callback=as_size, help="The number of batches.")]
+Batch: TypeAlias = Annotated[int, typer.Option(callback=as_size, help="The number of texts per batch.")]
+Length: TypeAlias = Annotated[int, typer.Option(callback=as_size, help="The number of tokens per text.")]
 
 
 def template_options(text: str | None) -> dict[str, Any] | None:

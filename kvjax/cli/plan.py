@@ -13,7 +13,7 @@ from kvjax.checks import bytes_text, counted
 from kvjax.cli.console import numbers_table, print_json
 from kvjax.cli.costs import footprint_of, recommended
 from kvjax.cli.loading import read_model
-from kvjax.cli.options import AsJson, Model, NewTokens
+from kvjax.cli.options import AsJson, Model, NewTokens, as_size
 from kvjax.cli.progress import Line
 
 
@@ -26,9 +26,11 @@ def plan(
         list[str] | None,
         typer.Option(help="Policy; may be repeated. Default: full and those that docs/guide/choosing.md recommends."),
     ] = None,
-    max_prompt: Annotated[int, typer.Option(help="The most tokens that a prompt may have.")] = 8192,
+    max_prompt: Annotated[int, typer.Option(callback=as_size, help="The most tokens that a prompt may have.")] = 8192,
     max_new_tokens: NewTokens = 1024,
-    chunk: Annotated[int, typer.Option(help="The most tokens that are read between two steps.")] = 512,
+    chunk: Annotated[
+        int, typer.Option(callback=as_size, help="The most tokens that are read between two steps.")
+    ] = 512,
     dtype: Annotated[str | None, typer.Option(help="Dtype of weights and cache. Default: the stored dtype.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -39,11 +41,9 @@ def plan(
     """
     from kvjax import policies
     from kvjax.engine.memory import bytes_of, together
-    from kvjax.plan import check_sizes
     from kvjax.policy import named
 
     most = _own_memory() if memory is None else bytes_of(memory)
-    check_sizes(max_prompt=max_prompt, max_new_tokens=max_new_tokens, chunk=chunk)
     for text in policy or ():
         policies.parse(text)
     config, _, parameters, _, held = read_model(path, dtype)

@@ -14,7 +14,7 @@ import typer
 from kvjax.checks import bytes_text, counted, installs
 from kvjax.cli.console import note
 from kvjax.cli.loading import load
-from kvjax.cli.options import ChatTemplate, Dtype, Gates, Mesh, Model, NewTokens
+from kvjax.cli.options import ChatTemplate, Dtype, Gates, Mesh, Model, NewTokens, as_bytes, as_size
 from kvjax.cli.progress import Line
 
 KEY = "KVJAX_API_KEY"
@@ -30,10 +30,12 @@ def serve(
             "requests name one as MODEL@NAME, where NAME is by default the preset.",
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(help="The number of requests that are decoded together, per policy.")] = 8,
-    max_prompt: Annotated[int, typer.Option(help="The most tokens of a prompt.")] = 4096,
+    rows: Annotated[
+        int, typer.Option(callback=as_size, help="The number of requests that are decoded together, per policy.")
+    ] = 8,
+    max_prompt: Annotated[int, typer.Option(callback=as_size, help="The most tokens of a prompt.")] = 4096,
     max_new_tokens: NewTokens = 1024,
-    max_queue: Annotated[int, typer.Option(help="The most requests that wait for a row.")] = 256,
+    max_queue: Annotated[int, typer.Option(callback=as_size, help="The most requests that wait for a row.")] = 256,
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
     name: Annotated[
@@ -49,21 +51,32 @@ def serve(
     max_body: Annotated[int, typer.Option(help="The most bytes of a request.")] = 4_000_000,
     timeout: Annotated[float, typer.Option(help="The most seconds that a request may take.")] = 600.0,
     memory: Annotated[
-        str | None, typer.Option(help="The memory of each device, such as 80GB; the default is what the device says.")
+        str | None,
+        typer.Option(
+            callback=as_bytes, help="The memory of each device, such as 80GB; the default is what the device says."
+        ),
     ] = None,
     prefix_memory: Annotated[
-        str | None, typer.Option(help="Keep prefixes of requests in so much memory of the host, such as 4GB.")
+        str | None,
+        typer.Option(callback=as_bytes, help="Keep prefixes of requests in so much memory of the host, such as 4GB."),
     ] = None,
     prefix_folder: Annotated[Path | None, typer.Option(help="Keep prefixes on disk too.")] = None,
     conversation_memory: Annotated[
         str | None,
-        typer.Option(help="Continue conversations: keep finished requests in so much memory of the host, such as 4GB."),
+        typer.Option(
+            callback=as_bytes,
+            help="Continue conversations: keep finished requests in so much memory of the host, such as 4GB.",
+        ),
     ] = None,
     conversation_device_memory: Annotated[
         str | None,
-        typer.Option(help="Of these, keep the last used ones in so much memory of each device, such as 1GB."),
+        typer.Option(
+            callback=as_bytes, help="Of these, keep the last used ones in so much memory of each device, such as 1GB."
+        ),
     ] = None,
-    chunk: Annotated[int, typer.Option(help="The most tokens that are read between two steps.")] = 512,
+    chunk: Annotated[
+        int, typer.Option(callback=as_size, help="The most tokens that are read between two steps.")
+    ] = 512,
     mesh: Mesh = "1x1",
     coordinator: Annotated[
         str | None,

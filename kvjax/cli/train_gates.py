@@ -11,7 +11,7 @@ import typer
 
 from kvjax.cli.console import note, print_json
 from kvjax.cli.loading import load_with_texts
-from kvjax.cli.options import AsJson, Batch, Batches, Data, Dtype, Length, Mesh, Model
+from kvjax.cli.options import AsJson, Batch, Batches, Data, Dtype, Length, Mesh, Model, as_size
 from kvjax.cli.progress import Bar
 
 
@@ -68,13 +68,14 @@ def train_gates(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the initial weights and of the texts.")] = 0,
-    save_every: Annotated[int, typer.Option(help="The number of steps between two checkpoints of the run.")] = 100,
+    save_every: Annotated[
+        int, typer.Option(callback=as_size, help="The number of steps between two checkpoints of the run.")
+    ] = 100,
     mesh: Mesh = "1x1",
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Train the gates of a learned policy, e.g. --method kvzap --data texts/ --out gates/."""
-    from kvjax.checks import check_size
     from kvjax.gates.methods import TRAININGS, check_options
     from kvjax.gates.objective import Recipe
     from kvjax.gates.training import check_training, train
@@ -82,7 +83,6 @@ def train_gates(
     training = TRAININGS[method.value]
     rate = training.learning_rate if learning_rate is None else learning_rate
     recipe = Recipe(steps, batch, length, rate, seed, distinct)
-    check_size("save_every", save_every)
     options: dict[str, int | str | None] = {"inner": inner, "sinks": sinks, "recent": recent, "tokens": tokens}
     options |= {"rank": rank, "answer": answer, "question": question, "base": base}
     given = {name: value for name, value in options.items() if value is not None}

@@ -32,13 +32,14 @@ def bytes_of(memory: Any, name: str = "memory") -> int:
     Raises:
         ValueError: for anything else, and for less than one byte.
     """
-    accepted = f"a number of bytes, or a number and one of {', '.join(UNITS)}"
+    accepted = f"a number and one of {', '.join(UNITS)}"
     if isinstance(memory, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", memory)):
         count = float(found[1]) * UNITS.get(found[2], 0)
     else:
         count = float(memory) if is_integer(memory) else 0
     if not 1 <= count < 2**63:
-        raise ValueError(f"{name}={shown(memory)}: expected {accepted}")
+        expected = accepted if isinstance(memory, str) else f"an integer of bytes, or a text of {accepted}"
+        raise ValueError(f"{name}={shown(memory)}: expected {expected}")
     return int(count)
 
 

@@ -35,7 +35,7 @@ def read_bytes(path: str | os.PathLike[str], most: int = MOST, expected: str = "
 def read_text(path: str | os.PathLike[str], most: int = MOST, expected: str = "a file") -> str:
     """The text of a file in UTF-8, whose line ends become \\n. Arguments and errors are those of `read_bytes`."""
     try:
-        text = read_bytes(path, most, expected).decode("utf-8")
+        text = read_bytes(path, most, expected).decode("utf-8-sig")  # some programs write a byte-order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}; expected {expected} in UTF-8") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")

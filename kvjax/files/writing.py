@@ -7,6 +7,7 @@ whole, it is renamed to `.kvjax-whole`, and from then on the new content counts:
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -47,35 +48,43 @@ def check_file(path: Path, overwrite: bool, argument: str = OVERWRITE) -> None:
     Raises:
         ValueError: the file exists and `overwrite` is False, there is something else of that name, or its folder does
             not exist.
+        PermissionError: this user cannot write its folder.
     """
     if not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: {path.parent} is not a folder; expected a file in an existing folder")
+    _check_writable(path.parent)
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no regular file: expected a file")
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists: expected a file that does not, or {argument}")
 
 
-def check_folder(folder: Path, overwrite: bool, argument: str = OVERWRITE) -> None:
+def check_folder(folder: Path, overwrite: bool, argument: str | None = OVERWRITE) -> None:
     """Checks a folder to write.
 
     Args:
         folder: the folder.
         overwrite: whether it may hold files.
-        argument: what the user sets to overwrite them, for the message.
+        argument: what the user sets to overwrite them, for the message; None if there is nothing.
 
     Raises:
-        ValueError: the folder is not empty and `overwrite` is False, or it is a file.
+        ValueError: the folder is not empty and `overwrite` is False, or it, or what it would be in, is a file.
+        PermissionError: this user cannot write it, or what it would be in.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: expected a folder")
+    _check_writable(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
     inside = sorted(path.name for path in folder.iterdir() if path.name != NEW) if folder.exists() else []
     if inside and not overwrite:
         held = inside[0] if len(inside) == 1 else f"{inside[0]} and {len(inside) - 1} more"
-        raise ValueError(
-            f"{folder} is not empty, it holds {held}: expected an empty or absent folder, or {argument}, "
-            "which replaces only the files that kvjax writes"
-        )
+        or_what = "" if argument is None else f", or {argument}, which replaces only the files that kvjax writes"
+        raise ValueError(f"{folder} is not empty, it holds {held}: expected an empty or absent folder{or_what}")
+
+
+def _check_writable(folder: Path) -> None:
+    """Raises ValueError unless a path is a folder, and PermissionError unless this user may create files in it."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file: expected a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
 @contextmanager

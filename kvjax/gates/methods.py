@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvjax import policies
 from kvjax.checks import shown
 from kvjax.files.texts import Stream
 from kvjax.models import Decoder
@@ -25,7 +26,8 @@ class Training:
     Attributes:
         objective: makes what is minimised, from the model, the recipe, the stream, the tokenizer and the options.
         learning_rate: the default of the recipe's.
-        options: the settings that not all methods have, each with the smallest integer that it accepts; None for text.
+        options: the settings that not all methods have, each with the smallest integer that it accepts; None for a
+            policy as text.
     """
 
     objective: Callable[..., Objective]
@@ -55,5 +57,7 @@ def check_options(method: str, options: Mapping[str, int | str]) -> None:
         if method not in owners:
             alone = f"{' and '.join(owners)} alone {'have' if len(owners) > 1 else 'has'}"
             raise ValueError(f"{name}={shown(value)} with method={method}: expected no {name}, which {alone}")
-        if (least := TRAININGS[method].options[name]) is not None:
+        if (least := TRAININGS[method].options[name]) is None:
+            policies.parse(str(value))
+        else:
             check_integer(name, value, least)

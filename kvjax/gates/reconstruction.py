@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attend.causal import causal
 from kvjax.files.texts import Stream
@@ -26,7 +26,8 @@ from .objective import Objective, Recipe, Weights
 CHANNELS = KEYS = 16  # of Fast KVzip's gates
 FLOOR = 1e-6  # smaller scores of KVzip count as this one, or their logarithms would dominate the loss
 
-Batch = tuple[Float[Array, "L B N E"], Float[Array, "L B H N"]]  # hidden states, and KVzip's scores
+# Hidden states, and KVzip's scores: NaN where a layer with a sliding window has no entry any more.
+Batch = tuple[Float[Array, "L B N E"], Float[Array, "L B H N"]]
 
 
 def log_scores(params: Decoder, recipe: Recipe, stream: Stream, tokenizer: Any, inner: int | None) -> Objective:
@@ -43,13 +44,14 @@ def log_scores(params: Decoder, recipe: Recipe, stream: Stream, tokenizer: Any, 
     batch = partial(drawn, params, recipe, stream, tokenizer)
 
     def initial() -> Weights:
-        means = jnp.mean(_logarithm(batch(0)[1]), axis=(1, 3))
+        means = jnp.nanmean(_logarithm(batch(0)[1]), axis=(1, 3))
         last = "bias" if inner is None else "2.bias"
         drawn_weights = random_weights("kvzap", sizes, config.num_layers, recipe.seed)
         return tuple({**layer, last: mean} for layer, mean in zip(drawn_weights, means, strict=True))
 
     def loss(weights: Weights, params: Decoder, batch: Batch) -> Float[Array, ""]:
-        return jnp.mean(jnp.square(predicted("kvzap", weights, batch[0]) - _logarithm(batch[1])))
+        wanted, there = _present(batch[1])
+        return jnp.mean(jnp.square(predicted("kvzap", weights, batch[0]) - _logarithm(wanted)), where=there)
 
     return Objective("kvzap", sizes, initial, batch, loss)
 
@@ -75,10 +77,17 @@ def cross_entropy(params: Decoder, recipe: Recipe, stream: Stream, tokenizer: An
         return tuple({**layer, **ones, "b": jnp.zeros_like(layer["b"])} for layer in drawn_weights)
 
     def loss(weights: Weights, params: Decoder, batch: Batch) -> Float[Array, ""]:
-        found, wanted = jnp.clip(predicted("fastkvzip", weights, batch[0]), FLOOR, 1 - FLOOR), batch[1]
-        return -jnp.mean(wanted * jnp.log(found) + (1 - wanted) * jnp.log1p(-found))
+        found = jnp.clip(predicted("fastkvzip", weights, batch[0]), FLOOR, 1 - FLOOR)
+        wanted, there = _present(batch[1])
+        return -jnp.mean(wanted * jnp.log(found) + (1 - wanted) * jnp.log1p(-found), where=there)
 
     return Objective("fastkvzip", sizes, initial, partial(drawn, params, recipe, stream, tokenizer), loss)
+
+
+def _present(scores: Float[Array, "..."]) -> tuple[Float[Array, "..."], Bool[Array, "..."]]:
+    """Scores without NaN, in whose place gradients would be NaN too, and which of them are scores."""
+    there = ~jnp.isnan(scores)
+    return jnp.where(there, scores, 0), there
 
 
 def _logarithm(scores: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -135,7 +144,7 @@ def hidden_states(params: Decoder, tokens: Int[Array, "B N"]) -> Float[Array, "L
 
 
 def kvzip_scores(params: Decoder, tokens: Int[np.ndarray, "B N"], tokenizer: Any) -> Float[Array, "L B H N"]:
-    """KVzip's scores of each token, in order of position."""
+    """KVzip's scores of each token, in order of position; NaN where a layer's window has left the token behind."""
     policy = kvzip(1.0)
     cache = prefill(params, tokens, policy=policy, tokenizer=tokenizer, compress="never")
     texts = texts_of(policy, tokenizer, params.config.vocab_size)
@@ -149,6 +158,7 @@ def kvzip_scores(params: Decoder, tokens: Int[np.ndarray, "B N"], tokenizer: Any
 def _by_position(cache: KVCache, length: int) -> Float[Array, "L B H N"]:
     found = []
     for layer in cache.entries:
-        order = jnp.argsort(jnp.where(layer.positions < 0, jnp.iinfo(jnp.int32).max, layer.positions), axis=-1)
-        found.append(jnp.take_along_axis(layer.per_slot, order[..., :length], axis=-1))
+        blank = jnp.full((*layer.per_slot.shape[:2], length), jnp.nan, layer.per_slot.dtype)
+        places = jnp.where(layer.positions < 0, length, layer.positions)  # those of empty slots are dropped
+        found.append(jnp.put_along_axis(blank, places, layer.per_slot, axis=-1, inplace=False, mode="drop"))
     return jnp.stack(found)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from kvjax.checkpoint.errors import CheckpointError, one_line
 from kvjax.checks import check_one_kind, installs
-from kvjax.files.writing import write_file
+from kvjax.files.writing import check_folder, write_file
 from kvjax.models import Decoder
 
 from .batches import InTurn
@@ -125,8 +125,7 @@ def train(
 def check_training(out: Path) -> None:
     """Raises ValueError if optax is absent, or if `out` can hold no new run and no interrupted one."""
     _optax()
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file: expected a folder")
+    check_folder(out, overwrite=True)
     if (out / FILES[0]).exists():
         raise ValueError(f"{out} holds gates, or a model: expected an empty or absent folder, or an interrupted run")
     if out.exists() and {path.name for path in out.iterdir()} - {TRAINING}:

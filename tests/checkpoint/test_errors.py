@@ -3,7 +3,7 @@
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from kvjax.checkpoint import load
+from kvjax.checkpoint import load, source_of
 from kvjax.checkpoint.errors import MOST, listed
 from tests.checkpoint.folders import WEIGHTS, problems
 
@@ -36,3 +36,11 @@ def test_an_adapter_is_no_model(folder):
     (folder / "adapter_config.json").write_text("{}")
     (problem,) = problems(load, folder)
     assert problem == "it has no config.json, but an adapter: expected a model into which the adapter is merged"
+
+
+def test_a_saved_cache_is_no_model(tmp_path):
+    """Also for commands that read no weights."""
+    (tmp_path / "facts").mkdir()
+    assert problems(lambda path: source_of(path).config(), tmp_path) == (
+        "it holds a cache, which kvjax.restore_cache reads",
+    )

@@ -59,9 +59,17 @@ def test_statistics_are_measured_and_read(model: str, texts: Path, tmp_path: Pat
         (("--sinks", 23), "length=24: expected an integer > sinks + 1 = 24"),
         (("--length", 129), "length=129: expected at most 128, the model's positions"),
         (("--data", "nowhere"), "data='nowhere': expected a text file"),
+        (("--data", "/dev/null"), "data='/dev/null': expected a text file"),
+        (("--data", "short.txt"), "data='short.txt' has 0 tokens: expected 24 or more, the length"),
+        (("--out", "."), "short.txt and 1 more: expected an empty or absent folder\n"),
     ],
 )
-def test_bad_settings(model: str, texts: Path, tmp_path: Path, options: tuple, says: str) -> None:
+def test_bad_settings(
+    model: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple, says: str
+) -> None:
+    monkeypatch.setattr("kvjax.checkpoint.named.load", None)  # no weights are read
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").touch()
     out = tmp_path / "out"
     status, _, stderr = kv("measure-statistics", model, "--data", texts, "--out", out, *SMALL, *options)
     assert status == 2

@@ -1,7 +1,8 @@
-"""Options that name files and folders: what cannot be read or written is refused before a model is loaded."""
+"""Options that name files and folders, and sizes: what does not suit is refused before a model is loaded."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -12,6 +13,13 @@ from kvjax.cli import app
 from tests.cli.commands import PROMPT, kv
 
 COMMANDS: Any = get_command(app)
+
+
+def _kind(command: Any, parameter: Any) -> str:
+    """The type of a parameter of a command, in words."""
+    return str(get_type_hints(command.callback).get(parameter.name))
+
+
 TRAINING = ("MODEL", "--data", "TEXT", "--out", "NEW")
 BASES: dict[str, tuple[str, ...]] = {
     "generate": ("MODEL", PROMPT, "--chat"),
@@ -30,37 +38,37 @@ BASES: dict[str, tuple[str, ...]] = {
     "train-gates": (*TRAINING, "--method", "kvzap"),
     "measure-statistics": TRAINING,
 }
-FILE, ABSENT, FOLDER = "TEXT", "ABSENT", "FOLDER"  # FOLDER has a file, which is no text
+FILE, BELOW, ABSENT, FOLDER = "TEXT", "BELOW", "ABSENT", "FOLDER"  # FOLDER has a file, which is no text
 BAD: dict[tuple[str, str], tuple[str, ...]] = {
     ("generate", "--prompt-file"): (ABSENT, FOLDER),
     ("generate", "--chat-template"): (ABSENT, FOLDER),
     ("generate", "--gates"): (FILE, ABSENT, FOLDER),
     ("chat", "--chat-template"): (ABSENT, FOLDER),
     ("chat", "--gates"): (FILE, ABSENT, FOLDER),
-    ("convert", "out"): (FILE, FOLDER),
+    ("convert", "out"): (FILE, BELOW, FOLDER),
     ("demo", "--data"): (FILE, ABSENT, FOLDER),
-    ("demo", "--out"): (FILE,),
+    ("demo", "--out"): (FILE, BELOW),
     ("eval", "--config"): (ABSENT, FOLDER),
-    ("eval", "--out"): (FILE,),
+    ("eval", "--out"): (FILE, BELOW),
     ("report", "runs"): (FILE, ABSENT, FOLDER),
-    ("report", "--out"): (FILE, FOLDER),
+    ("report", "--out"): (FILE, BELOW, FOLDER),
     ("report", "--csv"): (FILE, ABSENT, FOLDER),
     ("report", "--parquet"): (FILE, ABSENT, FOLDER),
     ("report", "--leaderboard"): (FILE, ABSENT, FOLDER),
     ("report", "--beside"): (FILE, ABSENT, FOLDER),
     ("compare", "--gates"): (FILE, ABSENT, FOLDER),
-    ("compare", "--out"): (FILE,),
+    ("compare", "--out"): (FILE, BELOW),
     ("compare", "--picture"): (FILE, ABSENT, FOLDER),
     ("inspect", "--prompt-file"): (ABSENT, FOLDER),
     ("inspect", "--gates"): (FILE, ABSENT, FOLDER),
     ("inspect", "--out"): (FILE, ABSENT, FOLDER),
-    ("serve", "--prefix-folder"): (FILE,),
+    ("serve", "--prefix-folder"): (FILE, BELOW),
     ("serve", "--chat-template"): (ABSENT, FOLDER),
     ("serve", "--gates"): (FILE, ABSENT, FOLDER),
     ("train-gates", "--data"): (ABSENT, FOLDER),
-    ("train-gates", "--out"): (FILE, FOLDER),
+    ("train-gates", "--out"): (FILE, BELOW, FOLDER),
     ("measure-statistics", "--data"): (ABSENT, FOLDER),
-    ("measure-statistics", "--out"): (FILE, FOLDER),
+    ("measure-statistics", "--out"): (FILE, BELOW, FOLDER),
 }
 UNREAD = {("eval", "--data"), ("compare", "--data")}  # the tasks say what they need of it
 
@@ -70,34 +78,57 @@ def test_all_options_are_here() -> None:
         (name, parameter.opts[0])
         for name, command in COMMANDS.commands.items()
         for parameter in command.params
-        if "Path" in str(get_type_hints(command.callback).get(parameter.name)) or parameter.opts[0] == "--gates"
+        if "Path" in _kind(command, parameter) or parameter.opts[0] == "--gates"
     }
     assert found == BAD.keys() | UNREAD
 
 
-@pytest.mark.parametrize(
-    ("command", "option", "value"), [(*place, value) for place, values in BAD.items() for value in values]
-)
-def test_a_path_that_does_not_suit(
-    command: str, option: str, value: str, shallow_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SEEDS = {(name, "--seed") for name in ("generate", "chat", "inspect")}  # any integer of 64 bits
+NUMBERS = [
+    (name, option.opts[0], "80" if option.opts[0].endswith("memory") else "-5")
+    for name, command in COMMANDS.commands.items()
+    for option in command.params
+    if (name, option.opts[0]) not in SEEDS and name in BASES
+    if re.search(r"\bint\b", _kind(command, option)) or option.opts[0].endswith("memory")
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with texts, where weights cannot be read."""
+
     def load(*_: object, **__: object) -> None:
         raise AssertionError("weights are read")
 
     monkeypatch.setattr("kvjax.checkpoint.named.load", load)
     monkeypatch.setattr("kvjax.checkpoint.convert.load", load)
-    names = {"MODEL": shallow_model, "NEW": "new", FILE: "text.txt", FOLDER: "folder", "ESSAYS": "essays"}
-    for name in ("TEXT", "FOLDER/data.bin", "ESSAYS/essays.txt"):
-        base, _, inside = name.partition("/")
-        place = tmp_path / names[base] / inside
-        place.parent.mkdir(exist_ok=True)
-        place.write_text("the code of adam is sword . " * 9)
-    given = [names.get(text, text) for text in BASES.get(f"{command} {option}", BASES[command])]
-    place = tmp_path / names.get(value, "absent/more")
-    given += [option, str(place)] if option.startswith("--") else [str(place)]
+    for name in ("text.txt", "folder/data.bin", "essays/essays.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("the code of adam is sword . " * 9)
     monkeypatch.chdir(tmp_path)
-    status, stdout, stderr = kv(command, *given)
+    return tmp_path
+
+
+def refusal(model: str, command: str, option: str, value: str) -> str:
+    """The one line with which a command refuses an option."""
+    names = {"MODEL": model, "NEW": "new", FILE: "text.txt", "ESSAYS": "essays", FOLDER: "folder"}
+    given = [names.get(text, text) for text in BASES.get(f"{command} {option}", BASES[command])]
+    status, stdout, stderr = kv(command, *given, *([option] if option.startswith("--") else []), value)
     assert (status, stdout) == (2, ""), stderr
-    errors = [line for line in stderr.splitlines() if "warning: " not in line]
-    assert len(errors) == 1
-    assert place.name in errors[0] or "absent" in errors[0]
+    (error,) = (line for line in stderr.splitlines() if "warning: " not in line)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"), [(*place, value) for place, values in BAD.items() for value in values]
+)
+def test_a_path_that_does_not_suit(command: str, option: str, value: str, shallow_model: str, place: Path) -> None:
+    path = place / {FILE: "text.txt", BELOW: "text.txt/more", FOLDER: "folder", ABSENT: "absent/more"}[value]
+    error = refusal(shallow_model, command, option, str(path))
+    assert path.name in error or "absent" in error or "text.txt is a file" in error
+
+
+@pytest.mark.parametrize(("command", "option", "value"), NUMBERS)
+def test_a_number_that_does_not_suit(command: str, option: str, value: str, shallow_model: str, place: Path) -> None:
+    error = refusal(shallow_model, command, option, value)
+    assert option.strip("-").replace("-", "_") in error.replace("-", "_")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,6 +163,21 @@ def test_the_loss_falls(tmp_path: Path) -> None:
     assert losses[-1] < 0.2 * losses[0]
 
 
+@pytest.mark.long(first=1)
+@pytest.mark.parametrize("objective", [log_scores, cross_entropy])
+def test_entries_that_have_left_a_window_have_no_targets(objective: Callable, tmp_path: Path) -> None:
+    """Of a layer with a sliding window, the gates learn the scores of the entries that it still has."""
+    params, stream = tiny.decoder(windows=(8, None)), Stream(np.arange(40, dtype=np.int32))
+    recipe = Recipe(steps=3, batch=1, length=40, learning_rate=0.01)
+    made = objective(params, recipe, stream, Letters(), *([None] if objective is log_scores else []))
+    scores = np.asarray(made.batch(0)[1])
+    assert np.isnan(scores).any(axis=(1, 2)).tolist() == [[True] * 33 + [False] * 7, [False] * 40]
+    gates = train(params, made, recipe, tmp_path / "out", facts={})
+    assert all(np.isfinite(tensor).all() for layer in gates.layers for tensor in layer.values())
+    lines = curve(tmp_path / "out")
+    assert lines[2]["loss"] < lines[1]["loss"]  # the first step has a learning rate of 0
+
+
 @pytest.mark.slow
 def test_targets_are_the_scores_that_kvzip_compares() -> None:
     """The positions with the largest ones are those that the preset retains."""
@@ -193,7 +209,10 @@ def test_targets_are_the_scores_that_kvzip_compares() -> None:
         (("--method", "fastkvzip"), "inner=4 with method=fastkvzip: expected no inner"),
     ],
 )
-def test_bad_settings(model: str, texts: Path, tmp_path: Path, options: tuple, says: str) -> None:
+def test_bad_settings(
+    model: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple, says: str
+) -> None:
+    monkeypatch.setattr("kvjax.checkpoint.named.load", None)  # no weights are read
     asked = ("train-gates", model, "--method", "kvzap", "--data", texts, "--out", tmp_path / "out", *SMALL, *options)
     status, _, stderr = kv(*asked)
     assert status == 2
@@ -201,7 +220,15 @@ def test_bad_settings(model: str, texts: Path, tmp_path: Path, options: tuple, s
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_data_and_folders(model: str, texts: Path, tmp_path: Path) -> None:
+def test_the_base_is_a_policy(texts: Path, tmp_path: Path) -> None:
+    asked = ("train-gates", "nowhere/model", "--method", "restorekv", "--data", texts, "--out", tmp_path / "out")
+    status, _, stderr = kv(*asked, "--base", "kvzap:size=3")
+    assert status == 2
+    assert "kvzap has no option 'size'" in stderr
+
+
+def test_bad_data_and_folders(model: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvjax.checkpoint.named.load", None)  # no weights are read
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xfa")
     (tmp_path / "short.txt").write_text(WORDS)
     (tmp_path / "empty").mkdir()
@@ -214,6 +241,7 @@ def test_bad_data_and_folders(model: str, texts: Path, tmp_path: Path) -> None:
         (tmp_path / "short.txt", "out", "tokens: expected 48 or more, the length"),
         (texts, "latin.txt", "latin.txt is a file: expected a folder"),
         (texts, "full", "full is not empty: expected an empty or absent folder"),
+        (texts, "latin.txt/out", "latin.txt is a file: expected a folder"),
     ]
     for data, out, says in cases:
         asked = ("train-gates", model, "--method", "kvzap", "--data", data, "--out", tmp_path / out, *SMALL)

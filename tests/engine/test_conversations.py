@@ -228,7 +228,7 @@ def test_a_conversation_ends_where_the_positions_of_the_model_do(policy: str, sh
 def test_memory_must_hold_one_conversation(shallow: Decoder) -> None:
     with pytest.raises(ValueError, match=r"conversation_memory='1kB': expected at least [\d,]+ bytes, which one"):
         kvjax.Engine(shallow, "h2o:budget=12", **{**SIZES, "conversation_memory": "1kB"})
-    with pytest.raises(ValueError, match="conversation_memory='much': expected a number of bytes"):
+    with pytest.raises(ValueError, match="conversation_memory='much': expected a number and one of B"):
         kvjax.Engine(shallow, "h2o:budget=12", **{**SIZES, "conversation_memory": "much"})
     with pytest.raises(
         ValueError, match=r"conversation_device_memory='1kB': expected at least [\d,]+ bytes, which one"

@@ -27,6 +27,8 @@ def test_a_file_of_the_largest_size_is_read_and_a_larger_one_is_not(tmp_path: Pa
     path = tmp_path / "file"
     path.write_bytes(b"\xc3\xa9\r\na\rb\n")
     assert read_text(path, 8) == "é\na\nb\n"
+    path.write_bytes(b"\xef\xbb\xbfmodel,policy")  # as spreadsheets save CSV
+    assert read_text(path) == "model,policy"
     with pytest.raises(ValueError, match=r"file is too large: expected a grid of at most 7 B"):
         read_bytes(path, 7, "a grid")
     path.write_bytes(b"a\xff")

@@ -17,7 +17,7 @@ import kvjax
 from kvjax.checkpoint import plan_conversion
 from kvjax.evaluation.report import page
 from kvjax.evaluation.report.results import read_results
-from kvjax.files.writing import NEW, WHOLE, check_file, finish, new_folder, write_file
+from kvjax.files.writing import NEW, WHOLE, check_file, check_folder, finish, new_folder, write_file
 from kvjax.models import Decoder
 from tests.checkpoint.folders import decoder
 from tests.evaluation.test_report import write as write_run
@@ -241,6 +241,16 @@ def test_what_is_in_the_way_is_named_before_anything_changes(tmp_path: Path) -> 
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file is a file: expected a folder"):
         write_plain(tmp_path / "file", 0, overwrite=True)
+
+
+def test_a_place_that_this_user_cannot_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is computed that would be lost."""
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    for name in (".", "a/b"):
+        with pytest.raises(PermissionError, match=f"{tmp_path}'$"):
+            check_folder(tmp_path / name, overwrite=True)
+    with pytest.raises(PermissionError, match=f"{tmp_path}'$"):
+        check_file(tmp_path / "page.html", overwrite=True)
 
 
 def test_two_writers_of_one_folder(tmp_path: Path) -> None:
