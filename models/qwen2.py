@@ -60,7 +60,7 @@ def periodic_windows(hf: Mapping[str, Any], period: int) -> tuple[int | None, ..
     kinds = hf.get("layer_types")
     if kinds is None:
         kinds = [SLIDING if (i + 1) % period else FULL for i in range(layer_count(hf))]
-    return layer_windows(hf | {"use_sliding_window": True, "layer_types": kinds})
+    return layer_windows(dict(hf) | {"use_sliding_window": True, "layer_types": kinds})
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
