@@ -22,40 +22,22 @@ REFUSED = {
         ),
     ],
     "attention_matching": [
-        ("queries=0", "queries=0: expected an integer >= 1"),
-        ("merge.ridge=0.0", "ridge=0.0: expected a number > 0"),
         ("base=kvmerger", "^attention_matching: its base already merges entries, by GaussianMerge"),
         ("base=expected_attention", "its base ExpectedAttention observes queries before RoPE"),
         ("base=finch,base.positions=in_cache", "^attention_matching: it asks cached keys .* positions='in_cache'"),
     ],
     "cam": [
-        ("tokens=0", "tokens=0: expected an integer >= 1"),
         ("form=greedy", "form='greedy': expected 'bernoulli' or 'expected'"),
-        ("seed=-1", "seed=-1: expected an integer >= 0"),
         ("every=None", "every=None: expected an integer >= 1, since values are merged while decoding evicts"),
     ],
-    "capkv": [
-        ("tau=-1.0", "tau=-1.0: expected a number >= 0"),
-        ("future=0", "future=0: expected an integer >= 1"),
-    ],
     "chunkkv": [
-        ("length=0", "length=0: expected an integer >= 1"),
         ("base=chunkkv", "its base selects by Chunks; choose a base that retains the highest scores one by one"),
         ("base=cam", "its base selects by Newest; choose a base"),
     ],
-    "compactor": [
-        ("blend=-0.5", "blend=-0.5: expected a number >= 0"),
-        ("sketch=0", "sketch=0: expected an integer >= 1"),
-    ],
     "corm": [
-        ("window=0", "window=0: expected an integer >= 1"),
         ("budget=256", "a budget of 256 entries: expected "),
     ],
     "criticalkv": [
-        ("first=1.0", r"first=1.0: expected a float in \[0, 1\)"),
-        ("first=1", "first=1: expected a float"),
-        ("first=-0.1", "first=-0.1"),
-        ("epsilon=-1.0", "epsilon=-1.0: expected a float >= 0"),
         ("base=criticalkv", "^criticalkv: its base ProjectedValues already multiplies scores by value norms; choose"),
         ("base=expected_attention", "^criticalkv: its base ExpectedAttention already multiplies.*value_norm=False"),
         ("base=kvcompose,base.score.value_norm=v", "^criticalkv: its base TaskAttention already multiplies"),
@@ -70,20 +52,14 @@ REFUSED = {
         ("base=chunkkv", "^criticalkv: it scores .* the selection Chunks compares means of scores"),
     ],
     "cur": [
-        ("window=0", "window=0: expected an integer >= 1"),
         ("kind=sum", "kind='sum': expected"),
     ],
     "d2o": [
         ("merge.weights=mean", "weights='mean': expected 'paper' or 'code'"),
-        ("merge.alpha=1.5", r"alpha=1.5: expected a number in \[0, 1\]"),
-        ("merge.beta=-1", "beta=-1: expected a number"),
-        ("dense_first=-1", "first=-1: expected an integer >= 0"),
         ("dense_last=0.5", "last=0.5: expected an integer"),
         ("budget=8", "a budget of 8 entries: expected "),
     ],
     "dms": [
-        ("threshold=1e999", "threshold=inf: expected a finite number"),
-        ("window=-1", "window=-1: expected an integer >= 0"),
         ("budget=128", "a budget of 128 entries: expected 129 or more"),
         *((f"base={base}", "^dms: it replaces its base's budget, and .* choose a base whose") for base in BUDGETS),
         ("base=tova", "LastAttention: it has all heads of a layer retain the same tokens"),
@@ -97,34 +73,19 @@ REFUSED = {
         ),
     ],
     "dynamickv": [
-        ("interval=0", "interval=0: expected an integer >= 1"),
-        ("r_max=0.5", "r_max=0.5: expected a number >= 1"),
         ("budget=8", "a budget of 8 entries: expected 9 or more, which is window=8"),
         ("pool='min'", "pool='min'"),
-        ("budget=0.0", "budget=0.0"),
     ],
     "expected_attention_stats": [
-        ("future=0", "future=0: expected an integer >= 1"),
         ("budget=6,every=3", r"expected 7 or more, which is sinks=4 \+ every=3"),
     ],
     "fastgen": [
-        ("recovery=1.5", "recovery=1.5: expected a number from 0 to 1"),
-        ("frequent=2", "frequent=2: expected a number from 0 to 1"),
-        ("sinks=0", "sinks=0: expected an integer >= 1"),
         ("budget=4", "a budget of 4 entries: expected "),
     ],
     "fastkvzip": [
-        ("sinks=-1", "sinks=-1"),
         ("level=row", "level='row': expected 'global'"),
-        ("budget=2.0", "budget=2.0"),
-    ],
-    "finch": [
-        ("chunk=0", "length=0: expected an integer >= 1"),
-        ("window=0", "window=0: expected an integer >= 1"),
     ],
     "gkv": [
-        ("decay=1.5", r"decay=1.5: expected a number in \[0, 1\]"),
-        ("mix=-0.1", r"mix=-0.1: expected a number in \[0, 1\]"),
         ("budget=128", "a budget of 128 entries: expected "),
     ],
     "key_rerotation": [
@@ -133,18 +94,10 @@ REFUSED = {
         ("base=expected_attention", "ExpectedAttention: it compares keys, .* positions='in_cache'"),
     ],
     "keyformer": [
-        ("temperature=0", "temperature=0: expected a finite number > 0"),
-        ("growth=-0.1", "growth=-0.1: expected a finite number >= 0"),
         ("noise=normal", "noise='normal'.*'gumbel'"),
-        ("seed=-1", "seed=-1"),
     ],
     "kvcrush": [
-        ("share=0.0", "share=0.0: expected a float above 0 and below 1"),
-        ("share=1.0", "share=1.0: expected a float above 0 and below 1"),
-        ("share=1", "share=1: expected a float"),
-        ("upper=1.5", r"upper=1.5: expected a float in \[0, 1\)"),
         ("anchor=median", "anchor='median': expected 'mean', 'alternate' or an integer in 0 .. 2147483647"),
-        ("anchor=-1", "anchor=-1: expected 'mean', 'alternate' or an integer in 0 .. 2147483647"),
         ("anchor=0.5", "anchor=0.5: expected 'mean', 'alternate' or an integer in 0 .. 2147483647"),
         ("pick=first", "pick='first': expected .*'kmeans'"),
         ("bits=head", "bits='head': expected 'kv' or 'query'"),
@@ -160,29 +113,22 @@ REFUSED = {
         ("base=streaming_llm,base.positions=in_cache,bits=query", "^kvcrush: it .* positions='in_cache'"),
     ],
     "kvmerger": [
-        ("merge.theta=1.5", r"theta=1.5: expected a cosine in \[-1, 1\], or None"),
         ("merge.theta=True", "is not a number"),
-        ("merge.sigma=0", "sigma=0: expected 'mean', 'rms', 'eq7' or a finite number above 0"),
         ("merge.sigma=median", "sigma='median': expected"),
         ("merge.rule=ring", "rule='ring': expected 'anchor' or 'chain'"),
         ("merge.weights=max", "weights='max': expected 'gauss' or 'average'"),
         ("merge.pivot=first", "pivot='first': expected 'score' or 'random'"),
-        ("merge.heavy=1.0", "heavy=1.0: expected an integer"),
-        ("merge.heavy=-1", "heavy=-1: expected an integer >= 0"),
-        ("merge.seed=-1", "seed=-1"),
         ("recent=0.6,merge.heavy=0.5", "leave nothing to merge into"),
         ("budget=8,recent=4,merge.heavy=4", "heavy=4, sinks=0, recent=4 and every=None leave nothing to merge"),
         ("budget=8,recent=3,merge.heavy=3,every=2", "recent=3 and every=2 leave nothing to merge into"),
         ("budget=0.5,every=0", "every=0: expected an integer >= 1"),
     ],
     "lookaheadkv": [
-        ("tokens=0", "tokens=0: expected an integer >= 1"),
         ("kernel=4", "pooling size=4: expected an odd integer >= 1"),
         ("pool=sum", "pool='sum': expected 'max'"),
         ("budget=32", "a budget of 32 entries: expected 33 or more, which is recent=32 \\+ 1"),
     ],
     "restorekv": [
-        ("tokens=0", "tokens=0: expected an integer >= 1"),
         ("base=h2o", "^restorekv: its entries stay, and with every=1 decoding would evict them: expected every=None"),
         ("base=finch,base.positions=in_cache", "cannot be combined with positions='in_cache'"),
         ("base=full", "expected one that limits every layer"),
@@ -191,14 +137,9 @@ REFUSED = {
     "kvzap": [
         ("level='row'", "level='row': expected 'global' or 'layer' or 'head'"),
         ("level='head',groups=2", "groups=2 with level='head'"),
-        ("budget=0", "budget=0: expected an integer >= 1"),
         ("budget=64", r"expected 129 or more, which is recent=128 \+ 1"),
-        ("recent=-1", "recent=-1: expected an integer >= 0"),
     ],
     "epikv": [
-        ("window=1", "window=1: expected an integer >= 2"),
-        ("early=1.0", r"early=1.0: expected a share of the depth in \[0, 1\)"),
-        ("late=-0.5", r"late=-0.5: expected a share of the depth in \[0, 1\)"),
         ("budget=128", r"a budget of 128 entries: expected 129 or more, which is recent=128 \+ every=1"),
     ],
     "lacache": [
@@ -208,13 +149,7 @@ REFUSED = {
         ("budget=36", "a budget of 36 entries: expected "),
     ],
     "lazyeviction": [
-        ("alpha=0", "alpha=0: expected a weight above 0 and at most 1"),
-        ("window=0", "window=0: expected an integer >= 1"),
         ("budget=300", "a budget of 300 entries: expected 350 or more"),
-    ],
-    "leverage_score": [
-        ("sketch=0", "sketch=0: expected an integer >= 1"),
-        ("seed=-1", "seed=-1: expected an integer >= 0"),
     ],
     "lukv": [
         *((f"base={base}", "^lukv: it replaces its base's budget, and .* choose a base whose") for base in BUDGETS),
@@ -232,42 +167,28 @@ REFUSED = {
         ("base=snapkv,base.budget=64,shares=(1.5,0.5)", "^per_layer: a budget of 32 entries: expected 33 or more"),
     ],
     "pyramidkv": [
-        ("beta=0", "beta=0"),
         ("beta=1.5", "beta=1.5"),
         ("formula='mine'", "formula='mine'"),
-        ("window=0", "window=0"),
         ("budget=8,window=8", "budget of 8 .*9 or more"),
     ],
     "rkv": [
-        ("mix=1.5", r"mix=1.5: expected a number in \[0, 1\]"),
-        ("threshold=-2", r"threshold=-2: expected a number in \[-1, 1\]"),
-        ("window=0", "window=0: expected an integer >= 1"),
         ("kernel=4", "size=4: expected an odd integer"),
         ("budget=128", "a budget of 128 entries: expected "),
     ],
     "roco": [
-        ("exempt=1", r"exempt=1: expected a number in \[0, 1\)"),
         ("budget=10", "a budget of 10 entries: expected "),
-        ("every=0", "every=0: expected an integer >= 1"),
     ],
     "scissorhands": [
         ("budget=0.5", "budget=0.5: expected an integer"),
-        ("drop=0", "drop=0: expected a share"),
-        ("drop=1.5", "drop=1.5: expected a share"),
-        ("window=0", "window=0"),
         ("budget=16,recent=10", "a budget of 16 entries: expected "),
     ],
     "simlayerkv": [
-        ("threshold=1.5", "threshold=1.5: expected a number from 0 to 1"),
-        ("last=0", "last=0: expected an integer >= 1"),
         ("budget=1000", "a budget of 1000 entries: expected "),
     ],
     "triattention": [
-        ("farthest=0", "farthest=0: expected an integer >= 1"),
         ("budget=200", r"expected 256 or more, which is recent=128 \+ every=128"),
     ],
     "vase": [
-        ("large=1.0", r"large=1.0: expected a number in \[0, 1\)"),
         ("kernel=2", "size=2: expected an odd integer"),
         ("budget=100", "a budget of 100 entries: expected "),
     ],
