@@ -168,20 +168,9 @@ def test_bytes_by_hand(dtype: str) -> None:
         assert kvjax.plan_cache(config, think(base), **sizes).nbytes == 3 * 2 * expected
 
 
-def test_as_text() -> None:
-    policy = parse("think:base=snapkv,base.budget=0.25,ratio=0.4")
-    assert policy == think(snapkv(0.25))
-    assert parse(repr(policy)) == policy
-    assert policy.asks_the_end
-
-
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
-        (lambda: think(ratio=0), "ratio=0: expected a number above 0 and below 1"),
-        (lambda: think(ratio=1.0), "ratio=1.0: expected a number above 0 and below 1"),
-        (lambda: think(window=0), "window=0: expected an integer >= 1"),
-        (lambda: think(recent=-1), "recent=-1: expected an integer >= 0"),
         (
             lambda: parse("adakv:base=think,base.base=snapkv"),
             "it stores .* the budget AdaptiveShares stores heads in",

@@ -17,7 +17,12 @@ from tests.policy.test_options import numbers, options_of
 COSINES = {"merge.theta", "threshold"}  # -1 is one
 
 
-NUMBERS = [(preset, name, kinds) for preset in policies.PRESETS for name, _, kinds in options_of(preset) if kinds]
+NUMBERS = [
+    (preset, name, kinds)
+    for preset in policies.PRESETS
+    for name, _, annotation in options_of(preset)
+    if (kinds := numbers(annotation))
+]
 
 
 @pytest.mark.parametrize(("preset", "name"), [case[:2] for case in NUMBERS if case[1] not in COSINES])
@@ -76,6 +81,8 @@ def ends(owner: str, name: str, kinds: str) -> Iterator[tuple[float, bool]]:
     if "int" in kinds:
         least = least_of(owner, name)
         yield from ((-1, False), (least - 1, False), (least, True), (2**31, False))
+        if "float" not in kinds and name != "recent":  # of which `Protect` takes a share
+            yield least + 0.5, False
     if "float" in kinds:
         text = RANGES.get(f"{owner}.{name}", RANGES.get(name, ""))
         low, high = map(float, text[1:-1].split(", "))
@@ -96,7 +103,8 @@ def assert_range(make: Callable[[Any], Any], owner: str, name: str, kinds: str) 
         if belongs:
             assert f": {name}={number}: expected" not in f": {refusal}"
             continue
-        accepted = rf"an (odd )?integer (>= {least_of(owner, name)}|< 2\*\*31)" if isinstance(number, int) else "an? "
+        whole = isinstance(number, int) or "float" not in kinds
+        accepted = rf"an (odd )?integer (>= {least_of(owner, name)}|< 2\*\*31)" if whole else "an? "
         assert re.search(rf"={re.escape(str(number))}: expected {accepted}|{OTHERWISE}", refusal), refusal
 
 

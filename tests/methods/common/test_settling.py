@@ -119,5 +119,10 @@ def test_a_second_compression_is_refused(spec: str) -> None:
 def test_bases_that_do_not_fit(name: str, does: str, base: str, says: str) -> None:
     with pytest.raises(ValueError, match=says.format(name=name, does=does)):
         parse(f"{name}:base={base}")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_end_of_a_prompt_decides_and_no_other_storage_fits(spec: str) -> None:
+    assert parse(spec).asks_the_end
     with pytest.raises(ValueError, match=r"^quantize: its policy already stores"):
-        quantize(parse(name))
+        quantize(parse(spec))
