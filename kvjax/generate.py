@@ -11,8 +11,7 @@ from jaxtyping import Float, Int
 
 from kvjax.checks import counted, shown
 from kvjax.decoding.each_token import decode_until
-from kvjax.decoding.in_parts import decode_in_parts
-from kvjax.decoding.loop import NOT_FINITE, Decoding, decode, not_finite
+from kvjax.decoding.loop import NOT_FINITE, Decoding, decode, decode_in_parts, not_finite
 from kvjax.decoding.row_text import RowText, stop_strings
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache

@@ -11,38 +11,11 @@ Axis letters, in every shape of `kvjax.models` and `kvjax.checkpoint`:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
-from . import (
-    deepseek_v2,
-    deepseek_v3,
-    gemma2,
-    gemma3_text,
-    gemma4_text,
-    glm4,
-    glm4_moe,
-    glm4_moe_lite,
-    gpt_oss,
-    granite,
-    granitemoe,
-    internlm2,
-    llama,
-    ministral,
-    ministral3,
-    mistral,
-    mixtral,
-    olmo2,
-    olmo3,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_5_moe_text,
-    qwen3_5_text,
-    qwen3_moe,
-    qwen3_next,
-    smollm3,
-)
 from .attend import Attend, AttentionLayer, join_sinks
 from .card import NONE_SUPPRESSED, Card, Suppressed
 from .config import DecoderConfig, KvHeads
@@ -62,47 +35,23 @@ from .stacked import StackedWeight
 from .unknown import beyond_llama, check_known
 from .weights import FusedRows, Layout, Weight, by_parameter, by_tensor, hf_shapes, read_parameter
 
+FUNCTIONS = ("config_from_hf", "config_to_hf", "weights")  # of the module of a family
+
 
 def _checked(model_type: str, module: ModuleType) -> dict[str, ModuleType]:
     """The module of a family by name; raises ValueError if it lacks a function."""
-    if missing := [name for name in ("config_from_hf", "config_to_hf", "weights") if not hasattr(module, name)]:
+    if missing := [name for name in FUNCTIONS if not hasattr(module, name)]:
         raise ValueError(f"{module!r} has no {', '.join(missing)}: expected the module of a family")
     return {model_type: module}
 
 
-FAMILIES: Mapping[str, ModuleType] = Registered(
-    "kvjax.families",
-    {
-        "deepseek_v2": deepseek_v2,
-        "deepseek_v3": deepseek_v3,
-        "gemma2": gemma2,
-        "gemma3_text": gemma3_text,
-        "gemma4_text": gemma4_text,
-        "glm4": glm4,
-        "glm4_moe": glm4_moe,
-        "glm4_moe_lite": glm4_moe_lite,
-        "gpt_oss": gpt_oss,
-        "granite": granite,
-        "granitemoe": granitemoe,
-        "internlm2": internlm2,
-        "llama": llama,
-        "ministral": ministral,
-        "ministral3": ministral3,
-        "mistral": mistral,
-        "mixtral": mixtral,
-        "olmo2": olmo2,
-        "olmo3": olmo3,
-        "phi3": phi3,
-        "qwen2": qwen2,
-        "qwen3": qwen3,
-        "qwen3_5_moe_text": qwen3_5_moe_text,
-        "qwen3_5_text": qwen3_5_text,
-        "qwen3_moe": qwen3_moe,
-        "qwen3_next": qwen3_next,
-        "smollm3": smollm3,
-    },
-    _checked,
-)
+def _own() -> dict[str, ModuleType]:
+    """The modules of this package that are families. Each has the name of its `model_type`."""
+    modules = {found.name: import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)}
+    return {name: module for name, module in modules.items() if all(hasattr(module, each) for each in FUNCTIONS)}
+
+
+FAMILIES: Mapping[str, ModuleType] = Registered("kvjax.families", _own(), _checked)
 """The module of each family by its `model_type`."""
 
 

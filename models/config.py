@@ -259,6 +259,7 @@ NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
 }
+MLP_BIAS: dict[str, tuple[Any, ...]] = {"mlp_bias": (None, False)}  # Llama computes it, so that it is not among these
 
 
 def base_config(
@@ -278,7 +279,7 @@ def base_config(
         windows: the sliding window of each layer.
         rope: the RoPE of a family that supports fewer types than `rope_from_hf`, or partial rotation. By default
             `rope_from_hf(hf)`.
-        computed: the keys of NOT_COMPUTED that the family reads itself.
+        computed: the keys of NOT_COMPUTED and MLP_BIAS that the family reads itself.
 
     Raises:
         UnsupportedModelError: a field has an invalid value or asks for a computation that is not implemented.
@@ -288,7 +289,7 @@ def base_config(
         raise UnsupportedModelError(
             f"config field architectures={hf['architectures']!r} is not supported; accepted: [{architecture!r}]"
         )
-    for field, neutral in NOT_COMPUTED.items():
+    for field, neutral in (NOT_COMPUTED | MLP_BIAS).items():
         if field not in computed:
             require(hf, field, *neutral)
     heads = integer(hf, "num_attention_heads")

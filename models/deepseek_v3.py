@@ -63,7 +63,6 @@ def config_over_latents(
     """Maps all but the experts. Raises UnsupportedModelError."""
     require(hf, "sliding_window", None)
     require(hf, "attention_bias", None, False)
-    require(hf, "mlp_bias", None, False)
     heads = integer(hf, "num_attention_heads")
     require(hf, "num_key_value_heads", None, heads)
     own = {name: integer(hf, field, default) for name, (field, default) in sizes.items()}

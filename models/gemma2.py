@@ -8,7 +8,7 @@ from typing import Any
 
 from . import qwen2
 from .config import ACTIVATIONS, DecoderConfig, base_config, base_hf_config
-from .fields import flag, integer, layer_count, number, require
+from .fields import flag, integer, number, require
 from .llama import weights as weights
 from .rope import Rope
 
@@ -33,18 +33,14 @@ DEFAULTS = {
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
-    if hf.get("layer_types") is None:
-        kinds = (qwen2.SLIDING, qwen2.FULL)
-        hf["layer_types"] = [kinds[i % 2] for i in range(layer_count(hf))]
-    return gemma(hf, ARCHITECTURE)
+    return gemma(hf, ARCHITECTURE, period=2)
 
 
-def gemma(hf: dict[str, Any], architecture: str, rope: Rope | None = None) -> DecoderConfig:
-    """Maps what Gemma 2 and 3 have in common. `hf` has defaults for all absent fields."""
+def gemma(hf: dict[str, Any], architecture: str, period: int, rope: Rope | None = None) -> DecoderConfig:
+    """Maps what Gemma 2 and 3 have in common. `hf` has defaults for all absent fields but `layer_types`."""
     for field in ("hidden_act", "hidden_activation"):  # transformers computes the second, whatever the first says
         require(hf, field, None, *ACTIVATIONS["gelu_tanh"], *(("gelu",) if field == "hidden_act" else ()))
-    require(hf, "mlp_bias", None, False)
-    windows = qwen2.layer_windows(hf | {"use_sliding_window": True})
+    windows = qwen2.periodic_windows(hf, period)
     caps: dict[str, Any] = {ours: number(hf, theirs) for theirs, ours in CAPS.items() if hf[theirs] is not None}
     bias = flag(hf, "attention_bias")
     config = base_config(hf, architecture, windows, rope, COMPUTED)
@@ -62,7 +58,7 @@ def gemma(hf: dict[str, Any], architecture: str, rope: Rope | None = None) -> De
 
 
 def config_to_hf(config: DecoderConfig, architecture: str = ARCHITECTURE) -> dict[str, Any]:
-    own = qwen2.windows_to_hf(config)
+    own = qwen2.kinds_to_hf(config)
     return base_hf_config(config, architecture) | {
         "hidden_activation": ACTIVATIONS[config.activation][0],
         "query_pre_attn_scalar": round(config.scale**-2),

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import gemma2, qwen2
 from .config import DecoderConfig
-from .fields import integer, layer_count, require, unsupported
+from .fields import integer, require, unsupported
 from .llama import weights as weights
 from .rope_config import rope_from_hf, rope_to_hf
 
@@ -28,13 +28,11 @@ DEFAULTS = gemma2.DEFAULTS | {
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
     require(hf, "attn_logit_softcapping", None)  # transformers ignores it
-    if hf.get("layer_types") is None:
-        pattern = integer(hf, "sliding_window_pattern", 6)
-        hf["layer_types"] = [qwen2.FULL if (i + 1) % pattern == 0 else qwen2.SLIDING for i in range(layer_count(hf))]
+    period = 6 if hf.get("layer_types") is not None else integer(hf, "sliding_window_pattern", 6)
     old = {"rope_theta": hf.get("rope_theta") or 1e6, "rope_scaling": hf.get("rope_scaling")}
     local = {"rope_theta": hf.get("rope_local_base_freq") or 1e4, "rope_scaling": None}
     full, sliding = (rope_from_hf(hf | fields, KINDS) for fields in rope_by_kind(hf, old, local))
-    return replace(gemma2.gemma(hf, ARCHITECTURE, full), window_rope=sliding, qk_norm=True)
+    return replace(gemma2.gemma(hf, ARCHITECTURE, period, full), window_rope=sliding, qk_norm=True)
 
 
 def rope_by_kind(hf: Mapping[str, Any], full: dict[str, Any], sliding: dict[str, Any]) -> list[dict[str, Any]]:

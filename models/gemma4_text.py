@@ -64,7 +64,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     require(hf, "hidden_act", None, *ACTIVATIONS["gelu_tanh"], "gelu")  # transformers computes `hidden_activation`
     require(hf, "hidden_activation", None, *ACTIVATIONS["gelu_tanh"])
     require(hf, "use_bidirectional_attention", None, False, "vision")  # tokens of images alone see later ones
-    require(hf, "mlp_bias", None, False)
     kinds = hf.get("layer_types")
     if kinds is None:
         kinds = [qwen2.SLIDING if (i + 1) % PERIOD else qwen2.FULL for i in range(layer_count(hf))]
@@ -181,7 +180,7 @@ def _whole(config: DecoderConfig) -> DecoderConfig:
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     whole, sliding, readers = _whole(config), config.window_heads, config.readers
-    own = qwen2.windows_to_hf(whole)
+    own = qwen2.kinds_to_hf(whole)
     assert sliding is not None
     full = {"head_dim": config.head_dim, "num_key_value_heads": config.num_kv_heads}
     written = base_hf_config(whole, ARCHITECTURE) | {

@@ -12,9 +12,9 @@ from typing import Any
 
 from . import llama
 from .config import DecoderConfig, base_config, base_hf_config
-from .fields import flag, layer_count, require
+from .fields import flag
 from .rope_config import rope_from_hf
-from .weights import FusedRows, Weight, linear_weights
+from .weights import Weight
 
 ARCHITECTURE = "Glm4ForCausalLM"
 FIELDS = ("sliding_window", "layer_types")
@@ -27,21 +27,19 @@ DEFAULTS = {
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
 }
-NORMS = {  # by their names here
-    "attention_norm": "input_layernorm",
-    "attention_post_norm": "post_self_attn_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp_post_norm": "post_mlp_layernorm",
+NAMES = {  # by Llama's
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+    "mlp.gate_proj": "mlp.gate_up_proj",
+    "mlp.up_proj": "mlp.gate_up_proj",
 }
+TURNED = ("query", "key", "query_bias", "key_bias")
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
-    require(hf, "sliding_window", None)
-    layers = layer_count(hf)
-    require(hf, "layer_types", None, ["full_attention"] * layers)
-    require(hf, "mlp_bias", None, False)
-    config = base_config(hf, ARCHITECTURE, (None,) * layers, rope_from_hf(hf, partial=True))
+    config = base_config(hf, ARCHITECTURE, llama.no_windows(hf), rope_from_hf(hf, partial=True))
     return replace(config, qkv_bias=flag(hf, "attention_bias"), post_norm=True)
 
 
@@ -51,18 +49,6 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def weights(config: DecoderConfig) -> list[Weight]:
-    F, paired = config.mlp_size, config.rope.channels(config.head_dim)
-    fused = {"gate": FusedRows(0, F, 2 * F), "up": FusedRows(F, 2 * F, 2 * F)}
-    table = []
-    for weight in llama.weights(config):
-        *_, part, last = ("", *weight.path.split("."))
-        if part == "mlp" and last in fused:
-            layer = weight.name.removesuffix(f".{last}_proj.weight")
-            table += linear_weights(weight.path, f"{layer}.gate_up_proj", rows=fused[last])
-        elif part in NORMS:
-            layer = weight.path.removesuffix(f".{part}.scale")
-            table.append(replace(weight, name=f"model.{layer}.{NORMS[part]}.weight"))
-        else:
-            turned = last in ("query", "key", "query_bias", "key_bias")
-            table.append(replace(weight, paired=paired) if turned else weight)
-    return table
+    paired = config.rope.channels(config.head_dim)
+    table = llama.renamed_weights(config, NAMES, llama.gate_up_rows(config.mlp_size))
+    return [replace(one, paired=paired) if one.path.rpartition(".")[2] in TURNED else one for one in table]

@@ -37,7 +37,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
     hf.setdefault("head_dim", integer(hf, "hidden_size") // integer(hf, "num_attention_heads"))
     require(hf, "sliding_window", None)
-    require(hf, "mlp_bias", None, False)
     windows, rope = (None,) * layer_count(hf), rope_from_hf(hf, partial=True)
     config = base_config(hf, ARCHITECTURE, windows, rope, computed=("use_qk_norm",))
     norm, mixture = flag(hf, "use_qk_norm"), mixture_from_hf(hf, first_layers(hf))

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import llama, qwen2
 from .config import DecoderConfig, base_config, base_hf_config
-from .fields import flag, layer_count, number, require, unsupported
+from .fields import flag, number, require, unsupported
 from .mixtral import COMPUTED, expert_counts
 from .mixture import Mixture
 from .rope_config import rope_from_hf
@@ -49,15 +49,11 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
     if hf.get("rope_parameters") is None and hf.get("rope_scaling") is None:
         hf["rope_parameters"] = ROPE
-    if hf.get("layer_types") is None:
-        kinds = (qwen2.SLIDING, qwen2.FULL)
-        hf["layer_types"] = [kinds[i % 2] for i in range(layer_count(hf))]
-    require(hf, "mlp_bias", None, False)
     require(hf, "swiglu_alpha", ALPHA)
     stored = hf.get("quantization_config")
     if stored is not None and not (isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4"):
         raise unsupported("quantization_config", stored, "none, or one with quant_method='mxfp4'")
-    windows = qwen2.layer_windows(hf | {"use_sliding_window": True})
+    windows = qwen2.periodic_windows(hf, 2)
     computed = (*COMPUTED, "quantization_config", "swiglu_alpha", "swiglu_limit")
     config = base_config(hf, ARCHITECTURE, windows, rope_from_hf(hf), computed)
     experts, per_token = expert_counts(hf, "num_local_experts")
@@ -75,7 +71,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     assert config.mixture is not None
-    own = qwen2.windows_to_hf(config)
+    own = qwen2.kinds_to_hf(config)
     return base_hf_config(config, ARCHITECTURE) | {
         "hidden_act": "silu",  # transformers computes its own activation, whatever this says
         "attention_bias": config.qkv_bias,

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jax.typing import DTypeLike
 
 from . import llama
 from .config import DecoderConfig
-from .convolution import ConvolutionWeight
-from .weights import FusedRows, Weight, mlp_weights
+from .weights import FusedRows, Layout, Shape, Sliceable, Weight, mlp_weights
 
 Named = Callable[[str, str], list[Weight]]
 """Returns the weights of a part of a layer, from its path here and its name in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class ConvolutionWeight(Weight):
+    """The kernel [channels, taps] of a convolution over each channel by itself, in a tensor [channels, 1, taps]."""
+
+    layout: Layout = "embedding"
+
+    def hf_shape(self, shape: Shape) -> Shape:
+        channels, taps = shape
+        return (channels, 1, taps)
+
+    def read(self, tensor: Sliceable, shape: Shape, index: tuple[slice, ...], dtype: DTypeLike) -> np.ndarray:
+        """Reads slice `index`, as `Weight.read` does."""
+        channels, taps = index
+        return np.ascontiguousarray(tensor[channels, 0:1, taps][:, 0], dtype)
+
+    def write(self, parameter: np.ndarray, tensor: np.ndarray) -> None:
+        tensor[:, 0] = parameter
 
 
 def hybrid_weights(config: DecoderConfig, projections: Named, feed_forward: Named) -> list[Weight]:

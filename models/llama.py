@@ -8,7 +8,7 @@ from typing import Any
 
 from .config import DecoderConfig, base_config, base_hf_config
 from .fields import flag, layer_count, require
-from .weights import Weight, linear_weights
+from .weights import FusedRows, Weight, linear_weights
 
 ARCHITECTURE = "LlamaForCausalLM"
 FIELDS = ("sliding_window", "layer_types")
@@ -18,16 +18,21 @@ def config_from_hf(
     hf: Mapping[str, Any], architecture: str = ARCHITECTURE, computed: Collection[str] = ()
 ) -> DecoderConfig:
     """Maps a config. A family that adds to Llama names its architecture, and what it computes as `base_config` does."""
-    require(hf, "sliding_window", None)
-    layers = layer_count(hf)
-    require(hf, "layer_types", None, ["full_attention"] * layers)
     bias = flag(hf, "attention_bias")
     return replace(
-        base_config(hf, architecture, windows=(None,) * layers, computed=computed),
+        base_config(hf, architecture, windows=no_windows(hf), computed={"mlp_bias", *computed}),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=flag(hf, "mlp_bias"),
     )
+
+
+def no_windows(hf: Mapping[str, Any]) -> tuple[None, ...]:
+    """The sliding windows of a family that has none. Raises UnsupportedModelError if a config asks for one."""
+    require(hf, "sliding_window", None)
+    layers = layer_count(hf)
+    require(hf, "layer_types", None, ["full_attention"] * layers)
+    return (None,) * layers
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
@@ -64,6 +69,30 @@ def weights(config: DecoderConfig) -> list[Weight]:
         if config.layer_scalars:
             table.append(Weight(f"{ours}.scalar", f"{theirs}.layer_scalar", "vector"))
     return table
+
+
+def renamed_weights(
+    config: DecoderConfig, names: Mapping[str, str], rows: Mapping[str, FusedRows] | None = None
+) -> list[Weight]:
+    """The weights of a family whose tensors have other names than Llama's, or hold several parameters.
+
+    Args:
+        config: of the model.
+        names: the family's name of each module that has another one, by Llama's. Those of layers are without the layer.
+        rows: the rows of each module that shares a tensor, by Llama's name.
+    """
+    table = []
+    for weight in weights(config):
+        full, _, kind = weight.name.rpartition(".")
+        module = full.split(".", 3)[-1] if full.startswith("model.layers.") else full
+        name = f"{full.removesuffix(module)}{names.get(module, module)}.{kind}"
+        table.append(replace(weight, name=name, rows=(rows or {}).get(module)))
+    return table
+
+
+def gate_up_rows(size: int) -> dict[str, FusedRows]:
+    """The rows of a tensor with the gate and then the up matrix of an MLP of so many columns."""
+    return {"mlp.gate_proj": FusedRows(0, size, 2 * size), "mlp.up_proj": FusedRows(size, 2 * size, 2 * size)}
 
 
 def layer_norms(config: DecoderConfig) -> dict[str, str]:

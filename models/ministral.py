@@ -17,12 +17,10 @@ FIELDS = ("sliding_window", "layer_types")
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = mistral.DEFAULTS | dict(hf)
     require(hf, "attention_bias", None, False)
-    require(hf, "mlp_bias", None, False)
     # Without `layer_types`, a window is in every layer.
     windows = qwen2.layer_windows(hf | {"use_sliding_window": True, "max_window_layers": 0})
     return base_config(hf, ARCHITECTURE, windows)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    own = qwen2.windows_to_hf(config)
-    return base_hf_config(config, ARCHITECTURE) | {name: own[name] for name in ("sliding_window", "layer_types")}
+    return base_hf_config(config, ARCHITECTURE) | qwen2.kinds_to_hf(config)

@@ -40,7 +40,6 @@ ROPE = {
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
     require(hf, "attention_bias", None, False)
-    require(hf, "mlp_bias", None, False)
     return base_config(hf, ARCHITECTURE, mistral.same_windows(hf), _rope(hf))
 
 

@@ -19,7 +19,6 @@ DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "slidi
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
     require(hf, "attention_bias", None, False)
-    require(hf, "mlp_bias", None, False)
     return base_config(hf, ARCHITECTURE, windows=same_windows(hf))
 
 

@@ -44,7 +44,6 @@ EXPERTS = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
     require(hf, "attention_bias", None, False)
-    require(hf, "mlp_bias", None, False)
     config = base_config(hf, ARCHITECTURE, windows=same_windows(hf), computed=COMPUTED)
     experts, per_token = expert_counts(hf, "num_local_experts")
     return replace(config, mixture=Mixture(experts, per_token, config.mlp_size))

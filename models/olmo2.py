@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from .config import DecoderConfig, base_config, base_hf_config
-from .fields import flag, layer_count, require
+from .fields import flag
+from .llama import no_windows
 from .llama import weights as weights
 from .rope import Rope
 
@@ -18,17 +19,13 @@ DEFAULTS = {"rms_norm_eps": 1e-5}  # of transformers, for absent fields
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
-    layers = layer_count(hf)
-    for field, accepted in {"sliding_window": None, "layer_types": ["full_attention"] * layers}.items():
-        require(hf, field, None, accepted)
-    return olmo(hf, ARCHITECTURE, (None,) * layers)
+    return olmo(hf, ARCHITECTURE, no_windows(hf))
 
 
 def olmo(
     hf: Mapping[str, Any], architecture: str, windows: tuple[int | None, ...], rope: Rope | None = None
 ) -> DecoderConfig:
     """Reads the fields that OLMo 2 and OLMo 3 share, as `base_config` does."""
-    require(hf, "mlp_bias", None, False)
     bias = flag(hf, "attention_bias")
     return replace(
         base_config(hf, architecture, windows, rope),

@@ -8,7 +8,6 @@ from typing import Any
 
 from . import olmo2, qwen2
 from .config import DecoderConfig
-from .fields import layer_count
 from .gemma3_text import KINDS, by_kind_to_hf, rope_by_kind
 from .llama import weights as weights
 from .rope_config import rope_from_hf
@@ -20,9 +19,7 @@ DEFAULTS = olmo2.DEFAULTS | {"rope_theta": 500_000.0, "sliding_window": 4096}  #
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
-    if hf.get("layer_types") is None:
-        hf["layer_types"] = [qwen2.SLIDING if (i + 1) % 4 else qwen2.FULL for i in range(layer_count(hf))]
-    windows = qwen2.layer_windows(hf | {"use_sliding_window": True})
+    windows = qwen2.periodic_windows(hf, 4)
     given = hf.get("rope_parameters")
     if isinstance(given, Mapping) and given.get("rope_type") == "default":  # of all layers, as transformers 5.0 has it
         hf |= {"rope_theta": given.get("rope_theta", hf["rope_theta"]), "rope_parameters": None}
@@ -33,6 +30,5 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    own = qwen2.windows_to_hf(config)
-    windows = {name: own[name] for name in ("sliding_window", "layer_types")}
-    return olmo2.config_to_hf(config, ARCHITECTURE) | windows | {"rope_parameters": by_kind_to_hf(config)}
+    rope = {"rope_parameters": by_kind_to_hf(config)}
+    return olmo2.config_to_hf(config, ARCHITECTURE) | qwen2.kinds_to_hf(config) | rope

@@ -26,7 +26,6 @@ DEFAULTS = {
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
     require(hf, "attention_bias", None, True)
-    require(hf, "mlp_bias", None, False)
     return replace(base_config(hf, ARCHITECTURE, layer_windows(hf)), qkv_bias=True)
 
 
@@ -53,6 +52,17 @@ def layer_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
+def periodic_windows(hf: Mapping[str, Any], period: int) -> tuple[int | None, ...]:
+    """Reads the sliding window of each layer of a family whose configs need not say that windows are used.
+
+    Without `layer_types`, every `period`-th layer has full attention.
+    """
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        kinds = [SLIDING if (i + 1) % period else FULL for i in range(layer_count(hf))]
+    return layer_windows(dict(hf) | {"use_sliding_window": True, "layer_types": kinds})
+
+
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return base_hf_config(config, ARCHITECTURE) | windows_to_hf(config)
 
@@ -60,9 +70,13 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The inverse of `layer_windows`."""
     sliding = [window is not None for window in config.windows]
+    first = sliding.index(True) if any(sliding) else config.num_layers
+    return {"use_sliding_window": any(sliding), "max_window_layers": first} | kinds_to_hf(config)
+
+
+def kinds_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `layer_windows` for families whose configs have no other fields of windows."""
     return {
-        "use_sliding_window": any(sliding),
         "sliding_window": max((window for window in config.windows if window), default=None),
-        "max_window_layers": sliding.index(True) if any(sliding) else config.num_layers,
-        "layer_types": [SLIDING if slides else FULL for slides in sliding],
+        "layer_types": [FULL if window is None else SLIDING for window in config.windows],
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import qwen2
 from .config import DecoderConfig, base_config, base_hf_config
-from .fields import flag, integer, require
+from .fields import flag, integer
 from .llama import weights as weights
 
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -19,7 +19,6 @@ DEFAULTS = qwen2.DEFAULTS | {"head_dim": 128}
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
     integer(hf, "head_dim")  # transformers gives a null no meaning
-    require(hf, "mlp_bias", None, False)
     bias = flag(hf, "attention_bias")
     config = base_config(hf, ARCHITECTURE, qwen2.layer_windows(hf))
     return replace(config, qk_norm=True, qkv_bias=bias, output_bias=bias)

@@ -55,7 +55,6 @@ def config_from_hf(
     hf = DEFAULTS | dict(hf)
     require(hf, "sliding_window", None)
     require(hf, "attention_bias", None, False)
-    require(hf, "mlp_bias", None, False)
     require(hf, "attn_output_gate", None, True)
     require(hf, "mamba_ssm_dtype", None, "float32")
     before = recurrent_before(hf)

@@ -40,7 +40,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     # transformers writes `num_local_experts`, and published configs have `num_experts`.
     counted = "num_local_experts" if hf.get("num_local_experts") is not None else "num_experts"
     hf = DEFAULTS | {counted: 128} | dict(hf)
-    require(hf, "mlp_bias", None, False)
     layers, bias = layer_count(hf), flag(hf, "attention_bias")
     sliding = flag(hf, "use_sliding_window") and hf["sliding_window"] is not None
     window = integer(hf, "sliding_window") if sliding else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from . import qwen3_5_moe_text, qwen3_5_text
 from .config import DecoderConfig
-from .grouped import GroupedLinear
 from .hybrid import hybrid_weights
 from .qwen3_5_moe_text import COMPUTED, FIELDS, feed_forward, mixture_from_hf, mixture_to_hf
 from .qwen3_5_text import text_name
@@ -32,6 +33,26 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     assert config.mixture is not None
     own = mixture_to_hf(config) | {"norm_topk_prob": config.mixture.normalized}
     return qwen3_5_text.config_to_hf(config, ARCHITECTURE) | own
+
+
+@dataclass(frozen=True)
+class GroupedLinear(Weight):
+    """A parameter [in, out] with one part after another, each of all groups, in a tensor of groups of all parts.
+
+    Attributes:
+        parts: the outputs of each part in one group.
+    """
+
+    parts: tuple[int, ...] = ()
+
+    @property
+    def _reorders(self) -> bool:
+        return True
+
+    def _ordered(self, x: np.ndarray) -> np.ndarray:
+        groups = x.reshape(*x.shape[:-1], -1, sum(self.parts))
+        parts = np.split(groups, np.cumsum(self.parts)[:-1], axis=-1)
+        return np.concatenate([part.reshape(*x.shape[:-1], -1) for part in parts], axis=-1)
 
 
 def weights(config: DecoderConfig) -> list[Weight]:

@@ -32,7 +32,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
         hf["layer_types"] = [qwen2.SLIDING if sliding and not rotated[i] else qwen2.FULL for i in range(layers)]
     bias = flag(hf, "attention_bias")
     return replace(
-        base_config(hf, ARCHITECTURE, qwen2.layer_windows(hf), computed=("no_rope_layers",)),
+        base_config(hf, ARCHITECTURE, qwen2.layer_windows(hf), computed=("no_rope_layers", "mlp_bias")),
         unrotated=tuple(i for i in range(layers) if not rotated[i]),
         qkv_bias=bias,
         output_bias=bias,

@@ -300,7 +300,7 @@ def test_protocols_of_parts_are_small() -> None:
     found = {protocol.__name__: hooks(protocol) for protocol in PROTOCOLS}
     names = {name for name, _ in found["Budget"]}
     found["AllocatedBudget"] = {hook for hook in found["AllocatedBudget"] if hook[0] not in names}
-    assert len(set().union(*found.values())) <= 27, found
+    assert len(set().union(*found.values())) <= 25, found
 
 
 def test_parts_declare_few_facts() -> None:

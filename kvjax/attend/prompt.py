@@ -125,7 +125,7 @@ class Reading:
                 Attended, positions=positions, lse=lse, lengths=lengths, layer=layer, heads=heads, rope=rope
             )
             if held.storing is not None:
-                held = replace(held, storing=policy.storage.observe(held.storing, attended(queries=q, received=None)))
+                held = replace(held, storing=policy.storage.observe(held, attended(queries=q, received=None)))
             if observes:
                 # With the barriers a state has the same bits in every program, whatever else the program computes.
                 streams = (layer.hidden, layer.residual) if policy.score.needs.hidden else (None, None)

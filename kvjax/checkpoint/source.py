@@ -14,7 +14,6 @@ from kvjax.checkpoint.experts import experts_apart
 from kvjax.checkpoint.folder import read_config
 from kvjax.checkpoint.mxfp4 import dequantised
 from kvjax.checkpoint.tensors import Stored, matrices, open_tensors
-from kvjax.checkpoint.text_tensors import text_tensors
 from kvjax.checkpoint.tokenizer_files import read_tokenizer
 from kvjax.checks import installs
 from kvjax.models import Card, DecoderConfig, Weight, family
@@ -71,11 +70,26 @@ class Folder:
 
     def open(self, stack: ExitStack, problems: list[str]) -> tuple[dict[str, Stored], set[str] | None]:
         config = self.config()
-        tensors, unreadable = text_tensors(*open_tensors(self.path, stack, problems), config)
+        tensors, unreadable = _of_text(*open_tensors(self.path, stack, problems), config)
         embed, unembed = matrices(config, self.weights)
         if config.tie_embeddings and unembed in tensors and embed not in {*tensors, *(unreadable or ())}:
             tensors[embed] = tensors.pop(unembed)  # safetensors' save_model writes one of two equal tensors, this one
         return experts_apart(dequantised(tensors), config), unreadable
+
+
+def _of_text(
+    tensors: Mapping[str, Stored], unreadable: set[str] | None, config: DecoderConfig
+) -> tuple[dict[str, Stored], set[str] | None]:
+    """Returns the tensors of the text decoder under the names of its family, without those that it leaves unread.
+
+    Args:
+        tensors, unreadable: from `open_tensors`.
+        config: of the text decoder.
+    """
+    text_name = getattr(family(config.family), "text_name", lambda name, config: name)
+    named = {name: text_name(name, config) for name in {*tensors, *(unreadable or ())}}
+    found = {own: tensor for name, tensor in tensors.items() if (own := named[name]) is not None}
+    return found, None if unreadable is None else {own for name in unreadable if (own := named[name]) is not None}
 
 
 def source_of(path: Path) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,11 +18,14 @@ from kvjax.decoding.row_guides import RowGuides
 from kvjax.decoding.row_samplers import RowSamplers
 from kvjax.decoding.sampling import SamplingMethod, log_probability, mark_seen, suppress
 from kvjax.kv_cache import KVCache
+from kvjax.mesh.sharding import fetch
 from kvjax.models import NONE_SUPPRESSED, Decoder, Suppressed
 from kvjax.reading.layers import step
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
+from kvjax.runtime.progress import call, tell
 
 NOT_FINITE = -1  # the token of a row whose logits are not finite; no token has this id
+SECONDS = 0.5  # of a part of the loop, if somebody watches it
 
 
 def not_finite(row: int, position: int) -> FloatingPointError:
@@ -211,6 +215,19 @@ def decode(
         return state.advance(params), steps + 1
 
     return jax.lax.while_loop(goes_on, body, (state if logits is None else state.take(logits), jnp.int32(0)))
+
+
+def decode_in_parts(params: Decoder, state: Decoding, logits: Float[Array, "B V"], limit: int) -> Decoding:
+    """Decodes as `decode` does, in parts of SECONDS, between which somebody is told how many tokens there are."""
+    state, count, most = call(take, state, logits), 1, 1
+    while True:
+        tell("decoding", count, limit, "tokens")
+        if count >= limit or not fetch(state.active).any():
+            return state
+        started = time.perf_counter()
+        state, steps = call(decode, params, state, None, np.int32(min(most, limit - count) + 1))
+        count += int(steps)
+        most = max(1, int(SECONDS * int(steps) / (time.perf_counter() - started)))  # 1 after compiling
 
 
 @partial(jax.jit, static_argnames="tree", donate_argnames="state", compiler_options=STEP_OPTIONS)

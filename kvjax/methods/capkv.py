@@ -73,7 +73,7 @@ class ValueCapacity(Score):
         check_sinks(self.sinks, policy)
         check_own_positions(policy, "compares keys, rotated to their own positions, with queries at the next ones")
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryMean]:
+    def init(self, shape: LayerShape) -> tuple[None, QueryMean]:
         rows = (shape.batch, shape.heads)
         return None, QueryMean(jnp.zeros(rows, jnp.float32), jnp.zeros((*rows, shape.head_dim), jnp.float32))
 

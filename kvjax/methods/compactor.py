@@ -62,8 +62,8 @@ class LeveragedAttention(Score):
                 f"protect them; expected sinks={first} and recent={last} or more"
             )
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:
-        return self.attention.init(shape, slots)
+    def init(self, shape: LayerShape) -> tuple[Any, Any]:
+        return self.attention.init(shape)
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Any, Any]:
         return self.attention.observe(entries, attended)

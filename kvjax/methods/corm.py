@@ -59,9 +59,9 @@ class Votes(Score):
     def check(self, policy: Policy) -> None:
         check_first_rotation(policy)
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Heard, None]:
-        weight = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
-        return Heard(query_bits.no_bits(shape, slots, self.window), weight), None
+    def init(self, shape: LayerShape) -> tuple[Heard, None]:
+        weight = jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32)
+        return Heard(query_bits.no_bits(shape, self.window), weight), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Heard, None]:
         def voted(relative: Array, seen: Array) -> Array:

@@ -92,7 +92,7 @@ class HiddenChange(Score):
                 f"{type(policy.budget).__name__} leaves some layers whole; expected a budget without dense layers"
             )
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H slots"], Change]:
+    def init(self, shape: LayerShape) -> tuple[Float[Array, "B H slots"], Change]:
         heads = shape.batch, shape.kv_heads
         none = jnp.zeros(heads, jnp.float32)
         change = Change(
@@ -103,7 +103,7 @@ class HiddenChange(Score):
             score=none,
             waiting=jnp.full(heads, -1, jnp.int32),
         )
-        return jnp.zeros((*heads, slots), jnp.float32), change
+        return jnp.zeros((*heads, shape.slots), jnp.float32), change
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], Change]:
         assert attended.hidden is not None

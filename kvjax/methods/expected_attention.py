@@ -88,7 +88,7 @@ class ExpectedAttention(Score):
         check_sinks(self.sinks, policy)
         check_own_positions(policy, "compares keys, rotated to their own positions, with queries at the next ones")
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryStatistics | None]:
+    def init(self, shape: LayerShape) -> tuple[None, QueryStatistics | None]:
         B, Hq, D = shape.batch, shape.heads, shape.head_dim
         return None, QueryStatistics(*(jnp.zeros(s, jnp.float32) for s in ((B, Hq), (B, Hq, D), (B, Hq, D, D))))
 

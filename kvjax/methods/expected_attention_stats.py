@@ -31,7 +31,7 @@ class SavedExpectedAttention(ExpectedAttention):
         marks = frozenset({"weighs_values"}) if self.value_norm else frozenset[str]()
         return Needs(marks=marks, statistics=("query_mean", "query_cov"))
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[None, None]:
+    def init(self, shape: LayerShape) -> tuple[None, None]:
         return None, None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[None, None]:

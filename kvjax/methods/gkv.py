@@ -71,8 +71,8 @@ class GlobalAttention(QueryWindow):
         check_number("mix", self.mix, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         check_number("threshold", self.threshold, "a number in [-1, 1]", lambda x: -1 <= x <= 1)
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Lasting, Asking]:
-        none = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
+    def init(self, shape: LayerShape) -> tuple[Lasting, Asking]:
+        none = jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32)
         evicted = jnp.zeros((shape.batch, shape.kv_heads), jnp.int32)
         return Lasting(none, none), Asking(QueryRing.empty(shape, self.window), evicted)
 

@@ -84,9 +84,9 @@ class NoisyAttention(Score):
     def check(self, policy: Policy) -> None:
         check_own_positions(policy, "scores the cached keys as they were rotated when they came in")
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], Int[Array, "B H"]]:
+    def init(self, shape: LayerShape) -> tuple[Float[Array, "B H S"], Int[Array, "B H"]]:
         """Returns the sums, and the number of tokens decoded so far."""
-        sums = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
+        sums = jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32)
         return sums, jnp.zeros((shape.batch, shape.kv_heads), jnp.int32)
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], Int[Array, "B H"]]:

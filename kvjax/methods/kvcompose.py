@@ -140,9 +140,10 @@ class TaskAttention(Score):
                 "CompositeShares, or source='self'"
             )
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[TaskWeights, None]:
+    def init(self, shape: LayerShape) -> tuple[TaskWeights, None]:
         B, H, G = shape.batch, shape.kv_heads, shape.heads // shape.kv_heads
-        return TaskWeights(jnp.zeros((B, H, G, slots), jnp.float32), jnp.zeros((B, H, slots), jnp.int32)), None
+        weights = jnp.zeros((B, H, G, shape.slots), jnp.float32)
+        return TaskWeights(weights, jnp.zeros((B, H, shape.slots), jnp.int32)), None
 
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
         zeros = jnp.zeros_like(lengths)

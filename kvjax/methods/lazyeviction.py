@@ -63,8 +63,8 @@ class RecurrenceInterval(Score):
     def check(self, policy: Policy) -> None:
         check_first_rotation(policy)
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Recurrence, None]:
-        never = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.int32)
+    def init(self, shape: LayerShape) -> tuple[Recurrence, None]:
+        never = jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.int32)
         return Recurrence(never, never), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Recurrence, None]:

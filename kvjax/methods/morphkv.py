@@ -106,9 +106,9 @@ class FoldedWindow(Score):
         """The number of blocks in the window."""
         return self.window // self.block
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Folds, QueryRing]:
+    def init(self, shape: LayerShape) -> tuple[Folds, QueryRing]:
         def zeros(*inner: int) -> Array:
-            return jnp.zeros((shape.batch, shape.kv_heads, *inner, slots), jnp.float32)
+            return jnp.zeros((shape.batch, shape.kv_heads, *inner, shape.slots), jnp.float32)
 
         folds = Folds(zeros(self.columns), zeros() if self.ahead else None)
         return folds, QueryRing.empty(shape, self.window)

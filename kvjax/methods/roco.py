@@ -66,8 +66,8 @@ class RobustAttention(Score):
         check_first_rotation(policy)
         check_by_entry(policy, "scores entries with large deviations above all others")
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Moments, None]:
-        none = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
+    def init(self, shape: LayerShape) -> tuple[Moments, None]:
+        none = jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32)
         return Moments(none, none), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Moments, None]:

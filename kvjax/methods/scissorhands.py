@@ -52,8 +52,8 @@ class Neglect(Score):
     def check(self, policy: Policy) -> None:
         check_first_rotation(policy)
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[UInt32[Array, "B H window/32 S"], None]:
-        return query_bits.no_bits(shape, slots, self.window), None
+    def init(self, shape: LayerShape) -> tuple[UInt32[Array, "B H window/32 S"], None]:
+        return query_bits.no_bits(shape, self.window), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[UInt32[Array, "B H window/32 M"], None]:
         def low(relative: Array, seen: Array) -> Array:

@@ -62,7 +62,7 @@ class LazyAttention(Score):
     def needs(self) -> Needs:
         return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"signed"}))
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryRing]:
+    def init(self, shape: LayerShape) -> tuple[None, QueryRing]:
         return None, QueryRing.empty(shape, self.last)
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[None, QueryRing]:

@@ -43,8 +43,8 @@ class LastAttention(Score):
                 "gives heads different numbers of entries; they cannot be combined"
             )
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], None]:
-        return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32), None
+    def init(self, shape: LayerShape) -> tuple[Float[Array, "B H S"], None]:
+        return jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], None]:
         assert attended.received is not None

@@ -232,10 +232,11 @@ class Policy:
 
     def with_state(self, entries: Slots, shape: LayerShape, *, limited: bool) -> Slots:
         """Adds the initial state of the storage to a layer's entries, and of score and merge if it is limited."""
+        shape = shape._replace(slots=entries.slots)
         entries = replace(entries, storing=self.storage.init(shape))
         if not limited:
             return entries
-        per_slot, per_row = self.score.init(shape, entries.slots)
+        per_slot, per_row = self.score.init(shape)
         return replace(entries, per_slot=per_slot, per_row=per_row, merging=self.merge.init(shape))
 
     def rank(

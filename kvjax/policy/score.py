@@ -31,6 +31,7 @@ class LayerShape(NamedTuple):
     head_dim: int
     dtype: jnp.dtype
     hidden: int
+    slots: int = 0
 
 
 class Received(NamedTuple):
@@ -223,7 +224,7 @@ class Score(Part):
         """The facts of this score."""
         return Needs()
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:
+    def init(self, shape: LayerShape) -> Any:
         """Returns the state (per_slot, per_row) of a layer.
 
         State per slot has axes [B, H, ..., slots] and is zero, as it is when a token enters a slot. State per row has
@@ -243,7 +244,7 @@ class Score(Part):
         """
         return None
 
-    def observe(self, entries: Slots, attended: Attended) -> tuple[Any, Any]:
+    def observe(self, entries: Slots, attended: Attended) -> Any:
         """Returns the new state (per_slot, per_row) after queries attended to `entries`, which hold the old state."""
         return entries.per_slot, entries.per_row
 
@@ -287,8 +288,8 @@ class ScoreWrapper(Score):
     def check(self, policy: Policy) -> None:
         self.base.check(policy)
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:
-        return self.base.init(shape, slots)
+    def init(self, shape: LayerShape) -> tuple[Any, Any]:
+        return self.base.init(shape)
 
     def asks(self, per_row: Any, positions: Int[Array, "B"]) -> Asked | None:
         return self.base.asks(per_row, positions)

@@ -38,9 +38,12 @@ class Storage(Part):
         """Returns the storage's state in a layer until a prompt has been read, axes [B, H, ...] or [B, Hq, ...]."""
         return None
 
-    def observe(self, state: Any, attended: Attended) -> Any:
-        """Returns the new state after queries attended while a prompt was read. `attended.received` is None."""
-        return state
+    def observe(self, entries: Slots, attended: Attended) -> Any:
+        """Returns the new state after queries attended to `entries`, which hold the old one, `Slots.storing`.
+
+        It is called while a prompt is read. `attended.received` is None.
+        """
+        return entries.storing
 
     def settle(self, entries: Slots, **logits: Any) -> Slots:
         """Returns the entries of a prompt that has been read and compressed, in the form in which they stay.

@@ -36,8 +36,8 @@ class Together(Score):
             hidden=next((needs.hidden for needs in each if needs.hidden), ""),
         )
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:
-        return _by_kind([score.init(shape, slots) for score in self.scores])
+    def init(self, shape: LayerShape) -> tuple[Any, Any]:
+        return _by_kind([score.init(shape) for score in self.scores])
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Any, Any]:
         assert attended.show is not None

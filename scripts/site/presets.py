@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from scripts.site import docstrings
 
 ROOT = Path(__file__).resolve().parents[2]
 # The sizes of Llama 3.1 8B.
-SHAPE = LayerShape(batch=1, heads=32, kv_heads=8, head_dim=128, dtype=jnp.dtype(jnp.bfloat16), hidden=4096)
+SHAPE = LayerShape(batch=1, heads=32, kv_heads=8, head_dim=128, dtype=jnp.dtype(jnp.bfloat16), hidden=4096, slots=64)
 
 
 @dataclass(frozen=True)
@@ -190,16 +190,14 @@ def _shown(value: Any) -> str:
 
 def _size(parts: list[Any]) -> str:
     """The bytes of what parts lay out for a layer."""
-    slots = 64
-    states = [_shapes(part, slots) for part in parts]
-    of_slot = sum(tree_bytes(per_slot) for per_slot, _ in states) / SHAPE.kv_heads / slots
+    states = [_shapes(part) for part in parts]
+    of_slot = sum(tree_bytes(per_slot) for per_slot, _ in states) / SHAPE.kv_heads / SHAPE.slots
     of_head = sum(tree_bytes(per_row) for _, per_row in states) / SHAPE.kv_heads
     sizes = [f"{of_slot:.3g} B per slot"] * (of_slot > 0) + [f"{of_head:,.0f} B per kv head"] * (of_head > 0)
     return " and ".join(sizes)
 
 
-def _shapes(part: Any, slots: int) -> tuple[Any, Any]:
+def _shapes(part: Any) -> tuple[Any, Any]:
     """The shapes of a part's state per slot and per row."""
-    if isinstance(part, Score):
-        return jax.eval_shape(partial(part.init, SHAPE, slots))
-    return None, jax.eval_shape(partial(part.init, SHAPE))
+    state = jax.eval_shape(lambda: part.init(SHAPE))
+    return state if isinstance(part, Score) else (None, state)

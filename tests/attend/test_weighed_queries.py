@@ -62,8 +62,8 @@ class Weighed(Score):
     def needs(self):
         return Needs(received=self.wish, slotwise=True)
 
-    def init(self, shape: LayerShape, slots: int):
-        return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32), None
+    def init(self, shape: LayerShape):
+        return jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32), None
 
     def observe(self, entries, attended):
         return entries.per_slot + attended.received, None
@@ -177,8 +177,8 @@ class Noted(Score):
     def needs(self):
         return replace(self.base.needs, slotwise=False)
 
-    def init(self, shape: LayerShape, slots: int):
-        return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32), self.base.init(shape, slots)[1]
+    def init(self, shape: LayerShape):
+        return jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32), self.base.init(shape)[1]
 
     def observe(self, entries, attended):
         base = replace(entries, per_slot=None)
@@ -207,8 +207,8 @@ def test_the_moment_of_what_is_observed():
     class Asking(Score):
         """Shows the moments."""
 
-        def init(self, shape, slots):
-            return jnp.zeros((shape.batch, shape.kv_heads, slots)), None
+        def init(self, shape):
+            return jnp.zeros((shape.batch, shape.kv_heads, shape.slots)), None
 
         def observe(self, entries, attended):
             shown.append((attended, attended.moment()))

@@ -234,8 +234,6 @@ def test_heads_that_evict_hold_their_layer_s_own_number():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: adakv(alpha=1.5), "alpha=1.5: expected a number from 0 to 1"),
-        (lambda: adakv(formula="ours"), "formula='ours': expected 'paper' or 'code' or 'kvpress'"),
         (lambda: adakv(normalise=True, formula="kvpress"), "normalise=True with formula='kvpress'.*normalise=False"),
         (lambda: adakv(adakv()), "a budget of AdaptiveShares\\(.* under which each head has a number of its own"),
         (lambda: adakv(policies.kvzip()), "a budget of GlobalShares.* each head has a number of its own"),

@@ -178,9 +178,7 @@ def test_gates_of_another_model_are_refused():
         ({"gates": __file__}, r"gates='.*' cannot be read \(unknown ending\)"),
         ({"gates": ((1.0, 0.5), (1.0,))}, "expected the name of a file, or a tuple per layer of equally many numbers"),
         ({"gates": ((1.0, float("nan")),)}, "expected the name of a file, or a tuple"),
-        ({"gates": GATES, "sparsity": 2}, "sparsity=2: expected a number from 0 to 1"),
         ({"gates": GATES, "groups": 3}, "groups=3 of 4 kv heads: expected a divisor of 4"),
-        ({"gates": GATES, "recent": 0}, "recent=0: expected an integer >= 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, says):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.methods.entropy_gated_chunkkv import _order
-from kvjax.policies import entropy_gated_chunkkv, knorm, parse, snapkv
+from kvjax.policies import entropy_gated_chunkkv, parse, snapkv
 from tests import tiny
 
 OPTIONS = (
@@ -72,5 +72,3 @@ def test_protected_tokens_stay_and_heads_agree() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"^entropy_gated_chunkkv: its base selects by Chunks; choose a base"):
         parse("entropy_gated_chunkkv:base=chunkkv")
-    with pytest.raises(ValueError, match=r"^entropy_gated_chunkkv: length=4: expected an integer >= 5"):
-        entropy_gated_chunkkv(knorm(8), length=4)

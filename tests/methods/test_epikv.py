@@ -136,8 +136,8 @@ def test_a_later_turn_counts_as_prompt(params):
 def test_beside_a_layer_that_keeps_everything_the_nearest_one_tells():
     """Layers 0 and 1 of five keep no state, so that layer 2 stands for layer 1."""
     score = HiddenChange()
-    shape = kvjax.policy.LayerShape(1, 2, 2, 4, jnp.dtype("float32"), 8)
-    _, change = score.init(shape, 3)
+    shape = kvjax.policy.LayerShape(1, 2, 2, 4, jnp.dtype("float32"), 8, 3)
+    _, change = score.init(shape)
     states = [None, None, *(change._replace(deviation=jnp.full((1, 2), x)) for x in (0.5, 2.0, 7.0))]
     after = score.across(states)
     assert after[:2] == [None, None]

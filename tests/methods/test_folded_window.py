@@ -159,10 +159,8 @@ def test_default_blocks_take_at_most_eight_numbers_a_slot():
     ("make", "message"),
     [
         (lambda: policies.morphkv(budget=64, window=32, block=5), "divisor of the window, 32"),
-        (lambda: policies.morphkv(budget=64, window=32, block=0), "block=0: expected an integer >= 1"),
         (lambda: policies.morphkv(budget=64, normalise="distant", block=4), "block=4 with normalise='distant'"),
         (lambda: FoldedWindow(8, 1, Reduction(), ahead=True), "no query is scored again"),
-        (lambda: FoldedWindow(8, 0, Reduction(), ahead=False), "block=0: expected an integer >= 1"),
         (lambda: FoldedWindow(8, 4, Reduction(rows="mean"), ahead=False), "expected rows 'sum' or 'max'"),
         (lambda: FoldedWindow(8, 4, Reduction(rows="sum", group="max"), ahead=False), "of a group reduced first"),
     ],

@@ -113,7 +113,6 @@ def test_importance_of_another_model_is_refused():
         ({"importance": ((1.0, 0.0),), "groups": 2}, "one above 0 in each of 2 groups"),
         ({"importance": IMPORTANCE, "group": 3}, "group=3 of 2 heads: expected a divisor of 2"),
         ({"importance": IMPORTANCE, "groups": 4}, "groups=4 of 2 kv heads: expected a divisor of 2"),
-        ({"beta": 0.5}, "beta=0.5: expected a number >= 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, says):

@@ -50,12 +50,12 @@ def test_is_the_literal_sum_over_rows(group, window, temperature, tiles, monkeyp
     rng = np.random.default_rng(group)
     heads, dim, size, scale = 2, 4, 40, 0.7
     score = NoisyAttention(temperature, growth=0.5, seed=3)
-    shape = LayerShape(2, heads * group, heads, dim, jnp.dtype("float32"), dim)
+    shape = LayerShape(2, heads * group, heads, dim, jnp.dtype("float32"), dim, size + 2)
     q = rng.normal(size=(2, heads * group, size + 2, dim)).astype(np.float32)
     k = rng.normal(size=(2, heads, size + 2, dim)).astype(np.float32)
     positions = np.stack([np.arange(size + 2), np.arange(size + 2) - 30])
     positions[positions < 0] = -1
-    state = score.init(shape, size + 2)
+    state = score.init(shape)
     layer = AttentionLayer(1, Rope(1e4), window, scale, jnp.zeros((heads * group, dim, 1)))
     for rows, decoding in ((slice(0, size), False), (slice(size, size + 1), True), (slice(size + 1, size + 2), True)):
         seen = np.where(np.arange(size + 2) < rows.stop, positions, -1)

@@ -267,16 +267,12 @@ def test_g8d_rows_before_group() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: kvcompose(score=TaskAttention("prefill")), "source='prefill': expected 'replay' or"),
         (lambda: kvcompose(score=TaskAttention("prompt")), "source='prompt' with prompts=''"),
         (lambda: kvcompose(score=TaskAttention(prompts="Why?")), "source='replay' with prompts="),
         (lambda: kvcompose(score=TaskAttention("prompt", ((), (1,)))), "none of them empty"),
         (lambda: kvcompose(score=TaskAttention("prompt", [(1,)])), r"prompts=\[\(1,\)\]: expected a text, or a tuple"),
-        (lambda: kvcompose(score=TaskAttention(rows="median")), "rows='median'"),
-        (lambda: kvcompose(score=TaskAttention(group="sum")), "group='sum': expected 'mean' or 'max'"),
         (lambda: kvcompose(score=TaskAttention(value_norm=True)), "value_norm=True: expected 'none' or 'v' or 'vo'"),
         (lambda: kvcompose(8, groups=2), "groups=2 with structured=True"),
-        (lambda: kvcompose(8, heads="sum"), "heads='sum': expected 'mean' or 'max'"),
         (lambda: kvcompose(8, heads="max", structured=False), "heads='max' with structured=False"),
         (lambda: kvcompose(8, structured=False, first_layer=True), "first_layer=True with structured=False"),
         (lambda: replace(kvcompose(8), budget=Fixed(8)), "^TaskAttention: source='replay' .* Fixed"),

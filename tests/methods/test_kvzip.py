@@ -219,10 +219,8 @@ def test_instructions_as_text(tokenizer, tiny):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: kvzip(8, level="token"), "level='token': expected 'global' or 'layer' or 'head'"),
         (lambda: kvzip(8, strict=True, level="head"), "strict=True with level='head'"),
         (lambda: kvzip(8, level="head", groups=2), "groups=2 with level='head'"),
-        (lambda: kvzip(8, score=Reconstruction(chunk=0)), "chunk=0: expected an integer >= 1"),
         (lambda: kvzip(8, sinks=3, score=Reconstruction(2)), "score.sinks=2 with sinks=3: expected sinks=2"),
         (lambda: kvzip(8, score=Reconstruction(suffix=[1])), r"suffix=\[1\]: expected a text or a tuple"),
         (

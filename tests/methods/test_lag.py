@@ -9,7 +9,6 @@ import pytest
 from kvjax.cache import Slots
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import Drop, Fixed, LagDifference, TopTokens
-from kvjax.policies import lagkv
 from kvjax.policy import Moment, Policy
 from tests.products import each_once
 
@@ -70,14 +69,6 @@ def test_equal_tokens_and_channels_that_do_not_vary():
     entries = Slots(*map(jnp.asarray, (keys, keys, np.arange(8)[None, None])), jnp.full((1, 1), 8))
     moment = Moment(jnp.full(1, 8), AttentionLayer(0, Rope(1e4), None, 1.0, jnp.zeros((1, 3, 1))))
     assert LagDifference(0, 4)(entries, moment)[0, 0].tolist() == [0.75, 0.5, 0.25, 0, 5, 6, 7, 8]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"), [({"lag": 1}, "lag=1"), ({"lag": 4.0}, "lag=4.0"), ({"sinks": -1}, "sinks=-1")]
-)
-def test_bad_options(options, says):
-    with pytest.raises(ValueError, match=f"{says}: expected an integer"):
-        lagkv(**options)
 
 
 def test_sinks_that_are_not_scored_must_be_protected():

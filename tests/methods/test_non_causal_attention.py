@@ -57,8 +57,3 @@ def test_a_prompt_in_pieces(preset, piece):
     spec = f"{preset}:budget=9,chunk=5,sinks=2,recent=3"
     whole, pieces = (tiny.prefill(params, spec, rows, 32, chunk=size)[1] for size in (None, piece))
     assert [tiny.held(whole, row) for row in range(2)] == [tiny.held(pieces, row) for row in range(2)]
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="chunk=0: expected an integer >= 1"):
-        parse("non_causal_attention:chunk=0")

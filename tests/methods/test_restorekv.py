@@ -159,8 +159,6 @@ def test_what_is_refused() -> None:
         kvjax.prefill(tiny.decoder(), ROWS, policy=restorekv(policies.knorm(12), 3))
     with pytest.raises(ValueError, match=r"a budget of 8 entries: expected 9 or more, which is tokens=8 \+ 1"):
         restorekv(policies.knorm(8))
-    with pytest.raises(ValueError, match=r"^restorekv: tokens=0: expected an integer >= 1"):
-        restorekv(policies.knorm(12), 0)
     with pytest.raises(ValueError, match=r"^restorekv: its base has learned tokens of its own, which would be lost"):
         restorekv(restorekv(policies.knorm(12), 4))
     with pytest.raises(ValueError, match=r"^restorekv: .*every=1.*decoding would evict them: expected every=None"):

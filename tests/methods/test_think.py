@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.cache import Layers
 from kvjax.methods.think.thin import ThinEntries
-from kvjax.policies import full, morphkv, parse, quantize, snapkv, think
+from kvjax.policies import full, parse, snapkv, think
 from kvjax.policy import PLAIN, Policy
 from tests import tiny
 from tests.methods import one_layer
@@ -153,25 +152,6 @@ def test_a_prompt_in_pieces_is_the_prompt_at_once(spec: str) -> None:
         np.testing.assert_allclose(logits, wanted, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [SPEC, SPEC.replace("recent=5", "recent=0")])
-def test_one_document_serves_two_questions_and_a_saved_one_another(spec: str, tmp_path: Path) -> None:
-    """Decoding donates its cache, and thin keys go from call to call as they are; also where all keys are thin."""
-    params = tiny.decoder()
-    half = kvjax.prefill(params, ROWS, policy=spec, compress="never")
-    document = kvjax.prefill(params, ROWS, policy=spec)
-    answers = []
-    for name, cache in (("half", half), ("document", document)):
-        kvjax.save_cache(tmp_path / name, cache, params)
-        restored = kvjax.restore_cache(tmp_path / name, params)
-        assert jax.tree.structure(restored) == jax.tree.structure(cache)
-        for given in (cache, cache, restored):
-            answers.append(kvjax.generate(params, [[3, 4], [5], [6, 7]], cache=given, max_new_tokens=6).tokens)
-    for first in (0, 3):
-        np.testing.assert_array_equal(answers[first + 1], answers[first])
-        np.testing.assert_array_equal(answers[first + 2], answers[first])
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_bytes_by_hand(dtype: str) -> None:
     """51 of 128 channels of older keys are not there, and each head has the indices of the others.
@@ -188,53 +168,16 @@ def test_bytes_by_hand(dtype: str) -> None:
         assert kvjax.plan_cache(config, think(base), **sizes).nbytes == 3 * 2 * expected
 
 
-def test_as_text() -> None:
-    policy = parse("think:base=snapkv,base.budget=0.25,ratio=0.4")
-    assert policy == think(snapkv(0.25))
-    assert parse(repr(policy)) == policy
-    assert policy.asks_the_end
-
-
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
-        (lambda: think(ratio=0), "ratio=0: expected a number above 0 and below 1"),
-        (lambda: think(ratio=1.0), "ratio=1.0: expected a number above 0 and below 1"),
-        (lambda: think(window=0), "window=0: expected an integer >= 1"),
-        (lambda: think(recent=-1), "recent=-1: expected an integer >= 0"),
-        (lambda: think(morphkv()), "every=1 evicts while decoding; expected a policy with every=None"),
-        (
-            lambda: parse("think:base=adakv"),
-            "it stores .* the budget AdaptiveShares stores heads in",
-        ),
         (
             lambda: parse("adakv:base=think,base.base=snapkv"),
             "it stores .* the budget AdaptiveShares stores heads in",
         ),
-        (lambda: parse("think:base=key_rerotation"), "^think: it drops channels .* positions='in_cache'"),
-        (lambda: parse("think:base=attention_matching"), "no bias, by which the merge FittedEntries weighs entries"),
         (lambda: think(COUNTED), "no bias, by which the merge GaussianMerge weighs entries"),
-        (
-            lambda: think(quantize()),
-            "its base already stores keys and values",
-        ),
-        (
-            lambda: quantize(think()),
-            "^quantize: its policy already stores",
-        ),
-        (lambda: think(think()), "its base already stores keys and values"),
     ],
 )
 def test_refusals(ask, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         ask()
-
-
-@pytest.mark.slow
-def test_a_second_compression_is_refused() -> None:
-    params = tiny.decoder()
-    with pytest.raises(ValueError, match="compress='chunk' would settle the entries of a prompt in another form"):
-        kvjax.prefill(params, ROWS, policy=SPEC, chunk=8, compress="chunk")
-    cache = kvjax.prefill(params, ROWS, policy=SPEC)
-    with pytest.raises(ValueError, match="compress='end' would settle the entries of a prompt in another form"):
-        kvjax.extend(params, cache, [[1, 2]] * 3, compress="end")

@@ -43,10 +43,10 @@ class Recording(ScoreWrapper):
 
     name: str = ""
 
-    def init(self, shape, slots):
+    def init(self, shape):
         if (f"init of {shape}", None) not in NOTES[self.name]:  # stateless scores are asked more than once
             NOTES[self.name].append((f"init of {shape}", None))
-        return self.base.init(shape, slots)
+        return self.base.init(shape)
 
     def asks(self, per_row, positions):
         asked = self.base.asks(per_row, positions)

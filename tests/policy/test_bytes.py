@@ -68,8 +68,8 @@ def state_bytes(policy: Policy, config) -> tuple[int, int]:
     By the shapes of `init`: state per slot has axes [B, H, ..., slots], state per row has none of slots.
     """
     slots, heads = 8, config.num_kv_heads
-    shape = LayerShape(1, config.num_heads, heads, config.head_dim, np.dtype(np.float32), config.hidden_size)
-    per_slot, per_row = jax.eval_shape(partial(policy.score.init, shape, slots))
+    shape = LayerShape(1, config.num_heads, heads, config.head_dim, np.dtype(np.float32), config.hidden_size, slots)
+    per_slot, per_row = jax.eval_shape(partial(policy.score.init, shape))
     merging = jax.eval_shape(partial(policy.merge.init, shape))
     for leaf in jax.tree.leaves(per_slot):
         assert leaf.shape[:2] == (1, heads)

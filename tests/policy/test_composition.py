@@ -135,7 +135,7 @@ def check(composition, capacity: np.ndarray, memo: dict, rows: np.ndarray) -> No
     score, select, merge, every = composition
     whole = observed(score)
     (scores, queries), kept, before, stepped = after(score, select, merge, every, capacity, whole)
-    laid_out = jax.eval_shape(partial(score.init, LayerShape(L * ROWS, H * G, H, D, np.dtype(np.float32), 16), SIZE))
+    laid_out = jax.eval_shape(partial(score.init, LayerShape(L * ROWS, H * G, H, D, np.dtype(np.float32), 16, SIZE)))
     assert jax.tree.map(np.shape, (kept.per_slot, kept.per_row)) == jax.tree.map(np.shape, laid_out)
     host = jax.tree.map(np.asarray, (whole, kept, scores, queries))
     whole, kept, scores, queries = host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from inspect import signature
@@ -243,7 +244,7 @@ def numbers(annotation: Any) -> str:
 
 
 def options(accepted: Mapping[str, inspect.Parameter], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """The name of each option, those of parts dotted, its default, and the numbers that it takes."""
+    """The name of each option, those of parts dotted, its default and its annotation."""
     for name, parameter in accepted.items():
         default = parameter.default
         if isinstance(default, Policy):
@@ -253,7 +254,7 @@ def options(accepted: Mapping[str, inspect.Parameter], prefix: str = "") -> Iter
             inner = {field: own[field].replace(default=getattr(default, field)) for field in own}
             yield from options(inner, f"{prefix}{name}.")
         else:
-            yield prefix + name, default, numbers(parameter.annotation)
+            yield prefix + name, default, str(parameter.annotation)
 
 
 def options_of(preset: str) -> list[tuple[str, Any, str]]:
@@ -263,6 +264,21 @@ def options_of(preset: str) -> list[tuple[str, Any, str]]:
 @pytest.mark.parametrize("preset", DEFAULTS)
 def test_defaults(preset):
     assert {name: default for name, default, _ in options_of(preset)} == DEFAULTS[preset]
+
+
+WORDS = [
+    (preset, name, words)
+    for preset in policies.PRESETS
+    for name, _, annotation in options_of(preset)
+    if (words := re.findall(r"'(\w+)'", annotation))
+]
+
+
+@pytest.mark.parametrize(("preset", "name", "words"), WORDS)
+def test_a_preset_refuses_words_that_an_option_has_not(preset, name, words):
+    with pytest.raises(ValueError, match=f"^{preset}: .*='zebra': expected ") as refusal:
+        policies.parse(f"{preset}:{name}=zebra")
+    assert all(repr(word) in str(refusal.value) for word in words)
 
 
 PROTECTING = [

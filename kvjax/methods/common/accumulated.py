@@ -31,8 +31,8 @@ class AccumulatedAttention(Score):
         received = Received(Reduction(rows="sum", group=self.group, first="group"))
         return Needs(received=received, slotwise=True, marks=frozenset({"accumulates"}))
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], None]:
-        return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32), None
+    def init(self, shape: LayerShape) -> tuple[Float[Array, "B H S"], None]:
+        return jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], None]:
         return entries.per_slot + attended.received, None

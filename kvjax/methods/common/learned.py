@@ -38,8 +38,8 @@ class LearnedScore(Score):
         marks = frozenset({"signed"}) if FORMS[self.gates].signed else frozenset[str]()
         return Needs(hidden="normed", gates=self.gates, slotwise=True, marks=marks)
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], None]:
-        return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32), None
+    def init(self, shape: LayerShape) -> tuple[Float[Array, "B H S"], None]:
+        return jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Any, None]:
         assert attended.layer.gates is not None

@@ -45,8 +45,8 @@ class NonCausalAttention(Score):
     def needs(self) -> Needs:
         return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"weighs_values"}))
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], QueryRing]:
-        sums = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
+    def init(self, shape: LayerShape) -> tuple[Float[Array, "B H S"], QueryRing]:
+        sums = jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32)
         return sums, QueryRing.empty(shape, self.chunk + self.last)
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], QueryRing]:

@@ -22,9 +22,9 @@ NEEDS = Needs(received=Received(MEAN, calls="steps"), queries="rotated")
 Rule: TypeAlias = Callable[[Float[Array, "B H M"], Bool[Array, "B H M"]], Bool[Array, "B H M"]]
 
 
-def no_bits(shape: LayerShape, slots: int, window: int) -> UInt32[Array, "B H window/32 S"]:
+def no_bits(shape: LayerShape, window: int) -> UInt32[Array, "B H window/32 S"]:
     """Returns the bits of empty slots: ceil(window / 32) uint32 numbers per slot."""
-    return jnp.zeros((shape.batch, shape.kv_heads, -(-window // WORD), slots), jnp.uint32)
+    return jnp.zeros((shape.batch, shape.kv_heads, -(-window // WORD), shape.slots), jnp.uint32)
 
 
 def number(bits: UInt32[Array, "B H window/32 M"]) -> Float[Array, "B H M"]:

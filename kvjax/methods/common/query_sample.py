@@ -62,8 +62,8 @@ class QuerySample(ScoreWrapper):
         needs = self.base.needs
         return replace(needs, queries="rotated", keeps_queries=True, marks=needs.marks | {"samples"})
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Any, Sampled]:
-        per_slot, per_row = self.base.init(shape, slots)
+    def init(self, shape: LayerShape) -> tuple[Any, Sampled]:
+        per_slot, per_row = self.base.init(shape)
         queries = jnp.zeros((shape.batch, shape.heads, self.queries, shape.head_dim), shape.dtype)
         none = jnp.full((shape.batch, shape.kv_heads, self.queries), -1)
         return per_slot, Sampled(Sample(queries, none, none.astype(jnp.float32)), per_row)

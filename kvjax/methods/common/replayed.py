@@ -27,8 +27,8 @@ class ReplayedScore(Score):
                 "the next one reads it; expected a budget that is allocated, such as UniformShares"
             )
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], None]:
-        return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32), None
+    def init(self, shape: LayerShape) -> tuple[Float[Array, "B H S"], None]:
+        return jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32), None
 
     @abstractmethod
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], None]:

@@ -78,7 +78,7 @@ class QueryWindow(Score):
     def check(self, policy: Policy) -> None:
         check_window(self.window, policy)
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:
+    def init(self, shape: LayerShape) -> tuple[Any, Any]:
         return None, QueryRing.empty(shape, self.window)
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Any, Any]:

@@ -55,10 +55,10 @@ class QueryHeadAttention(ScoreWrapper):
         check_own_positions(policy, "compares queries with cached keys after RoPE")
         self.base.check(policy)
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Watched, Any]:
-        per_slot, per_row = self.base.init(shape, slots)
+    def init(self, shape: LayerShape) -> tuple[Watched, Any]:
+        per_slot, per_row = self.base.init(shape)
         group = shape.heads // shape.kv_heads
-        return Watched(jnp.zeros((shape.batch, shape.kv_heads, group, slots), jnp.float32), per_slot), per_row
+        return Watched(jnp.zeros((shape.batch, shape.kv_heads, group, shape.slots), jnp.float32), per_slot), per_row
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Watched, Any]:
         received = entries.per_slot.received

@@ -65,8 +65,8 @@ class ThinKeys(Storage):
     def init(self, shape: LayerShape) -> QueryRing:
         return QueryRing.empty(shape, self.window)
 
-    def observe(self, state: QueryRing, attended: Attended) -> QueryRing:
-        return state.push(attended)
+    def observe(self, entries: Slots, attended: Attended) -> QueryRing:
+        return entries.storing.push(attended)
 
     def settle(self, entries: Slots, **logits: Any) -> Slots:
         B, H, _, D = entries.keys.shape

@@ -112,8 +112,9 @@ class SalientCodes(Storage):
             jnp.full((shape.batch, shape.kv_heads, P), -1, jnp.int32),
         )
 
-    def observe(self, state: Probes, attended: Attended) -> Probes:
+    def observe(self, entries: Slots, attended: Attended) -> Probes:
         """Returns the last `window` of all queries so far, and of the others those with the largest lots."""
+        state: Probes = entries.storing
         H, P = state.positions.shape[1:]
         old = state.positions[:, 0]
         positions = jnp.concatenate([old, attended.positions], axis=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.inspection import record
-from kvjax.policies import parse
+from kvjax.policies import parse, quantize
 from tests import tiny
 from tests.attend import meshes
 from tests.products import each_once
@@ -70,3 +72,57 @@ def test_settled_entries_are_seen_by_inspection_and_counted(spec: str) -> None:
     np.testing.assert_array_equal(held, expected)
     planned = kvjax.plan_cache(params.config, policies[0], batch=1, length=40, new_tokens=9, dtype=np.float32)
     assert planned.entries.mean_slots == (12 + 64,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [*SPECS, "think:ratio=0.4,window=4,recent=0"])
+def test_one_document_serves_two_questions_and_a_saved_one_another(spec: str, tmp_path: Path) -> None:
+    """Decoding donates its cache, and settled entries go from call to call as they are; also where all are settled."""
+    params, policy = tiny.decoder(), over(spec, "snapkv,budget=0.5,window=4")
+    half = kvjax.prefill(params, ROWS, policy=policy, compress="never")
+    document = kvjax.prefill(params, ROWS, policy=policy)
+    answers = []
+    for name, cache in (("half", half), ("document", document)):
+        kvjax.save_cache(tmp_path / name, cache, params)
+        restored = kvjax.restore_cache(tmp_path / name, params)
+        assert jax.tree.structure(restored) == jax.tree.structure(cache)
+        for given in (cache, cache, restored):
+            answers.append(kvjax.generate(params, [[3, 4], [5], [6, 7]], cache=given, max_new_tokens=6).tokens)
+    for first in (0, 3):
+        np.testing.assert_array_equal(answers[first + 1], answers[first])
+        np.testing.assert_array_equal(answers[first + 2], answers[first])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_second_compression_is_refused(spec: str) -> None:
+    params, policy = tiny.decoder(), over(spec, "snapkv,budget=0.5,window=4")
+    with pytest.raises(ValueError, match="compress='chunk' would settle the entries of a prompt in another form"):
+        kvjax.prefill(params, ROWS, policy=policy, chunk=8, compress="chunk")
+    cache = kvjax.prefill(params, ROWS, policy=policy)
+    with pytest.raises(ValueError, match="compress='end' would settle the entries of a prompt in another form"):
+        kvjax.extend(params, cache, [[1, 2]] * 3, compress="end")
+
+
+@pytest.mark.parametrize(("name", "does"), [("think", "drops channels"), ("zipcache", "probes keys")])
+@pytest.mark.parametrize(
+    ("base", "says"),
+    [
+        ("morphkv", "every=1 evicts while decoding; expected a policy with every=None"),
+        ("adakv", "it stores .* the budget AdaptiveShares stores heads in"),
+        ("key_rerotation", "^{name}: it {does} .* positions='in_cache'"),
+        ("attention_matching", "no bias, by which the merge FittedEntries weighs entries"),
+        ("quantize", "its base already stores keys and values"),
+        ("think", "its base already stores keys and values"),
+    ],
+)
+def test_bases_that_do_not_fit(name: str, does: str, base: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says.format(name=name, does=does)):
+        parse(f"{name}:base={base}")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_end_of_a_prompt_decides_and_no_other_storage_fits(spec: str) -> None:
+    assert parse(spec).asks_the_end
+    with pytest.raises(ValueError, match=r"^quantize: its policy already stores"):
+        quantize(parse(spec))
