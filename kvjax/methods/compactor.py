@@ -55,7 +55,7 @@ class LeveragedAttention(Score):
 
     def check(self, policy: Policy) -> None:
         self.leverage.check(policy)
-        recent, first, last = policy.protect.recent, self.attention.first, self.attention.last
+        recent, first, last = policy.protect.recent, self.attention.sinks, self.attention.recent
         if policy.protect.sinks < first or isinstance(recent, float) or recent < last:
             raise ValueError(
                 f"it does not score the first {first} and the last {last} tokens, and {policy.protect} does not "

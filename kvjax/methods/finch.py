@@ -33,18 +33,18 @@ from .registry import preset
 class EvenChunks(TopTokens):
     """Each head retains the highest scores of each chunk, and the same share of every chunk.
 
-    Chunks are runs of `length` of the entries that are not protected, in order of position; the last run is shorter.
+    Chunks are runs of `chunk` of the entries that are not protected, in order of position; the last run is shorter.
     With n such entries and room for c of them, a run of l retains floor(l c / n), and the first runs one more each
     until the budget is filled. While decoding it is TopTokens. It communicates nothing.
 
     Attributes:
-        length: the number of entries per chunk.
+        chunk: the number of entries per chunk.
     """
 
-    length: int
+    chunk: int
 
     def __post_init__(self) -> None:
-        check_integer("length", self.length, least=1)
+        check_integer("chunk", self.chunk, least=1)
 
     @property
     def compares(self) -> Literal["scores", "means", "other"]:
@@ -53,9 +53,9 @@ class EvenChunks(TopTokens):
     def keep(self, ranked: Ranked) -> Int[Array, "B H size"]:
         scores, positions, counts, size, *_ = ranked
         B, H, M = scores.shape
-        length = min(self.length, M)
+        length = min(self.chunk, M)
         if length * size >= 2**31:
-            raise ValueError(f"length={length} with a budget of {size} entries: expected a product below 2^31")
+            raise ValueError(f"chunk={length} with a budget of {size} entries: expected a product below 2^31")
         competes = jnp.isfinite(scores)
         n = jnp.sum(competes, axis=-1)[..., None]
         room = jnp.clip(counts[..., None] - jnp.sum(jnp.isposinf(scores), axis=-1, keepdims=True), 0, n)
@@ -110,7 +110,7 @@ def finch(
     return Policy(
         score=WindowAttention(window, reduction=Reduction(rows="mean", group="mean"), rescale=rescale),
         budget=budget_of(budget),
-        select=TopTokens() if chunk is None else EvenChunks(length=chunk),
+        select=TopTokens() if chunk is None else EvenChunks(chunk),
         protect=Protect(recent=window),
         positions=positions,
     )

@@ -143,7 +143,7 @@ def test_its_parts():
     ("options", "says"),
     [
         ("budget=32", r"a budget of 32 entries: expected 33 or more, which is window=32 \+ 1"),
-        ("kernel=4", "pooling size=4: expected an odd integer"),
+        ("kernel=4", "kernel=4: expected an odd integer"),
     ],
 )
 def test_refusals(options, says):

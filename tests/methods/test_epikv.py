@@ -146,7 +146,7 @@ def test_beside_a_layer_that_keeps_everything_the_nearest_one_tells():
 
 
 def test_budgets_with_whole_layers_are_refused():
-    budget = kvjax.parts.VarianceShares(Fixed(12), first=1, last=0)
+    budget = kvjax.parts.VarianceShares(Fixed(12), dense_first=1, dense_last=0)
     with pytest.raises(ValueError, match="HiddenChange: it scores the tokens of all layers by two of them"):
         kvjax.Policy(HiddenChange(), budget, every=1)
 

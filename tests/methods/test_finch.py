@@ -48,7 +48,7 @@ def even(scores, room, length):
 @pytest.mark.parametrize("length", [1, 7, 64])
 def test_runs_retain_the_same_share(length, ties):
     scores, positions, counts = drawn(ties)
-    index = np.asarray(keep(EvenChunks(length=length), scores, positions, counts, SIZE))
+    index = np.asarray(keep(EvenChunks(length), scores, positions, counts, SIZE))
     for row, head in np.ndindex(positions.shape[:2]):
         own = dict(zip(positions[row, head].tolist(), scores[row, head].tolist(), strict=True))
         wanted = [p for p, s in own.items() if s == np.inf]

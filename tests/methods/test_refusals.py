@@ -104,7 +104,7 @@ REFUSED = {
         ("budget=0.5,every=0", "every=0: expected an integer >= 1"),
     ],
     "lookaheadkv": [
-        ("kernel=4", "pooling size=4: expected an odd integer >= 1"),
+        ("kernel=4", "kernel=4: expected an odd integer >= 1"),
         ("budget=32", "a budget of 32 entries: expected 33 or more, which is recent=32 \\+ 1"),
     ],
     "restorekv": [

@@ -26,7 +26,7 @@ SCORES = (LostOutput(4, kernel=3, reach=2),)
 ROWS = [np.random.default_rng(5).integers(0, tiny.VOCAB, n) for n in (40, 14, 29, 3)]
 WINDOW, BUDGET = 6, 13
 REFUSED = {
-    "kernel=4": r"^restkv: pooling size=4: expected an odd integer >= 1",
+    "kernel=4": r"^restkv: kernel=4: expected an odd integer >= 1",
     "budget=20,window=20": r"^restkv: ",
 }
 

@@ -159,7 +159,7 @@ ALLOCATED = (
     AdaptiveShares(Fixed(12), normalise=False),
     GlobalShares(Fraction(0.5), groups=2),
     GlobalShares(Fixed(12)),
-    VarianceShares(Fixed(12), first=0, last=0),
+    VarianceShares(Fixed(12), dense_first=0, dense_last=0),
     UniformShares(Fixed(12)),
     LazyLayers(Fixed(12), 6, 0.5),
     RecoveringHeads(Fixed(12), 0.8, groups=2),
@@ -171,7 +171,7 @@ ALLOCATED = (
 QUERY_BITS = Representatives(TopTokens(), 0.5, bits="query")
 SELECTS = (
     *(TopTokens(), Newest(), Representatives(TopTokens(), 0.5), QUERY_BITS),
-    *(Chunks(TopTokens(), 5), EvenChunks(length=5), Pages(TopTokens(), 3)),
+    *(Chunks(TopTokens(), 5), EvenChunks(chunk=5), Pages(TopTokens(), 3)),
 )
 GAUSSIAN = GaussianMerge(heavy=1, theta=None)
 MERGES: tuple[Merge, ...] = (Drop(), ValueMerge(tokens=3), GAUSSIAN, SimilarityMerge(), NearestValues())

@@ -49,7 +49,7 @@ def selected(
         if isinstance(select, Newest):
             kept.append(stay | set(sorted(free)[len(free) - min(room, len(free)) :]))
         elif isinstance(select, EvenChunks):
-            kept.append(stay | evenly(scores, sorted(free), room, select.length))
+            kept.append(stay | evenly(scores, sorted(free), room, select.chunk))
         elif isinstance(select, Chunks):
             kept.append(stay | chunked(heads, scores, sorted(free), protected, room, select.length))
         elif isinstance(select, Pages):

@@ -48,12 +48,12 @@ SAMPLES = {
         WindowAttention(4, MEAN, Pooling("max", 3)), PYRAMID, Representatives(TopTokens(), 0.5), Drop(), PROTECT
     ),
     "kvmerger behind pyramidkv": Policy(
-        ExpectedAttention(sinks=2, future=4), PYRAMID, EvenChunks(length=5), GaussianMerge(heavy=1, theta=None), PROTECT
+        ExpectedAttention(sinks=2, future=4), PYRAMID, EvenChunks(chunk=5), GaussianMerge(heavy=1, theta=None), PROTECT
     ),
     "even chunks under morphkv": Policy(
         FoldedWindow(4, 2, MEAN, ahead=True),
         DenseLayers(Fixed(12), 1),
-        EvenChunks(length=5),
+        EvenChunks(chunk=5),
         Drop(),
         PROTECT,
         4,

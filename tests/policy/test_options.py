@@ -314,8 +314,8 @@ PARTS_DEFAULTS = {  # of parts that several methods have in common; those of all
     "Protect": {"sinks": 0, "recent": 0},
     "WindowAttention": {"pooling": None, "rescale": False, "normalise": "full", "sum_logits": False},
     "Reduction": {"group": "mean", "rows": "sum", "first": "rows"},
-    "Pooling": {"kind": "max", "size": 7},
-    "NonCausalAttention": {"chunk": 256, "first": 0, "last": 0},
+    "Pooling": {"kind": "max", "kernel": 7},
+    "NonCausalAttention": {"chunk": 256, "sinks": 0, "recent": 0},
 }
 
 

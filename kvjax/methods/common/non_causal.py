@@ -22,24 +22,24 @@ POOLING = Pooling("avg", 3)
 class NonCausalAttention(Score):
     """The attention received from all tokens of the same chunk, times the norm of the value, averaged over neighbours.
 
-    Chunks are runs of positions after the first `first` tokens. Within a chunk every query sees every key, and logits
+    Chunks are runs of positions after the first `sinks` tokens. Within a chunk every query sees every key, and logits
     are not scaled. The state is the sum over queries per slot, and as many of the last queries as the next call needs
     to go on with the last chunk. On a mesh where devices hold the same kv head, they exchange the group's queries.
 
     Attributes:
         chunk: the number of tokens in a chunk.
-        first: the number of first tokens that take no part.
-        last: the number of last tokens that take no part.
+        sinks: the number of first tokens that take no part.
+        recent: the number of last tokens that take no part.
     """
 
     chunk: int = 256
-    first: int = 0
-    last: int = 0
+    sinks: int = 0
+    recent: int = 0
 
     def __post_init__(self) -> None:
         check_integer("chunk", self.chunk, least=1)
-        check_integer("first", self.first, least=0)
-        check_integer("last", self.last, least=0)
+        check_integer("sinks", self.sinks, least=0)
+        check_integer("recent", self.recent, least=0)
 
     @property
     def needs(self) -> Needs:
@@ -47,18 +47,18 @@ class NonCausalAttention(Score):
 
     def init(self, shape: LayerShape) -> tuple[Float[Array, "B H S"], QueryRing]:
         sums = jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32)
-        return sums, QueryRing.empty(shape, self.chunk + self.last)
+        return sums, QueryRing.empty(shape, self.chunk + self.recent)
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], QueryRing]:
         ring: QueryRing = entries.per_row
-        W, R = attended.positions.shape[1], self.chunk + self.last
+        W, R = attended.positions.shape[1], self.chunk + self.recent
         end = attended.positions[:, -1:] + 1
         begin = end - attended.lengths[:, None]  # of the new tokens
         # The chunks from the first one on of which a query is new, or was among the last tokens until now.
-        start = jnp.maximum(begin - self.last - self.first, 0) // self.chunk * self.chunk + self.first
-        chunks = -(-(W + self.last + self.chunk - 1) // self.chunk)
+        start = jnp.maximum(begin - self.recent - self.sinks, 0) // self.chunk * self.chunk + self.sinks
+        chunks = -(-(W + self.recent + self.chunk - 1) // self.chunk)
         at = start + jnp.arange(chunks * self.chunk)
-        counted = at < end - self.last
+        counted = at < end - self.recent
         new = jnp.clip(W - end + at, 0, W - 1)
         is_new = counted & (at >= begin)
         is_old = counted & (jnp.take_along_axis(ring.positions[:, 0], at % R, axis=1) == at)
@@ -73,7 +73,7 @@ class NonCausalAttention(Score):
         index = _inverse(jnp.where(within, place, at.shape[1]), at.shape[1])
         sums = self._sums(entries, attended, queries, is_new | is_old, index, counted)
         mine = jnp.take_along_axis(sums, jnp.clip(place, 0, at.shape[1] - 1), axis=-1)
-        mine = jnp.where(within & (entries.positions < end[:, None] - self.last), mine, 0)
+        mine = jnp.where(within & (entries.positions < end[:, None] - self.recent), mine, 0)
         changed = within & (attended.lengths > 0)[:, None, None]
         return jnp.where(changed, mine, entries.per_slot), ring.push(attended)
 
@@ -121,7 +121,9 @@ class NonCausalAttention(Score):
 
     def scored(self, entries: Slots, moment: Moment) -> Bool[Array, "B H M"]:
         """Returns the entries that take part."""
-        return (entries.positions >= self.first) & (entries.positions < moment.next_position[:, None, None] - self.last)
+        return (entries.positions >= self.sinks) & (
+            entries.positions < moment.next_position[:, None, None] - self.recent
+        )
 
 
 def _inverse(place: Int[Array, "B H M"], size: int) -> Int[Array, "B H size"]:

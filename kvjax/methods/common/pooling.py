@@ -19,17 +19,17 @@ class Pooling(Part):
     """1-D pooling along the prompt with stride 1, centred, so that neighbours of an important token score high too.
 
     Attributes:
-        kind: "avg" divides by `size` at the borders as well (zero padding); "max" ignores what lies beyond a border.
-        size: the number of neighbouring entries that are pooled, odd.
+        kind: "avg" divides by `kernel` at the borders as well (zero padding); "max" ignores what lies beyond a border.
+        kernel: the number of neighbouring entries that are pooled, odd.
     """
 
     kind: Literal["avg", "max"] = "max"
-    size: int = 7
+    kernel: int = 7
 
     def __post_init__(self) -> None:
         check_choice("pooling", self.kind, "avg", "max")
-        if not isinstance(self.size, int) or self.size < 1 or self.size % 2 == 0:
-            raise ValueError(f"pooling size={shown(self.size)}: expected an odd integer >= 1")
+        if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel={shown(self.kernel)}: expected an odd integer >= 1")
 
     @traced_once
     def __call__(self, scores: Float[Array, "B H M"], eligible: Bool[Array, "B H M"]) -> Float[Array, "B H M"]:
@@ -38,17 +38,17 @@ class Pooling(Part):
         packed = compact(eligible, scores.shape[-1])
         taken = jnp.take_along_axis(scores, jnp.maximum(packed, 0), axis=-1, mode="promise_in_bounds")
         together = jnp.where(packed >= 0, taken, start)
-        side = self.size // 2
+        side = self.kernel // 2
         pooled = jax.lax.reduce_window(
             together,
             jnp.float32(start),
             combine,
-            window_dimensions=(1, 1, self.size),
+            window_dimensions=(1, 1, self.kernel),
             window_strides=(1, 1, 1),
             padding=((0, 0), (0, 0), (side, side)),
         )
         if self.kind == "avg":
-            pooled = pooled / self.size
+            pooled = pooled / self.kernel
         place = jnp.maximum(jnp.cumsum(eligible, axis=-1) - 1, 0)
         return jnp.take_along_axis(pooled, place, axis=-1, mode="promise_in_bounds")
 

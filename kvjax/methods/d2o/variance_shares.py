@@ -35,41 +35,41 @@ class VarianceShares(AllocatedBudget):
 
     Attributes:
         budget: entries of the mean of the compressed layers, the same for all layers.
-        first: the number of first layers that retain everything, prompt and answer.
-        last: the same for the last layers.
+        dense_first: the number of first layers that retain everything, prompt and answer.
+        dense_last: the same for the last layers.
     """
 
-    first: int = 2
-    last: int = 1
+    dense_first: int = 2
+    dense_last: int = 1
 
     def __post_init__(self) -> None:
-        check_integer("first", self.first, least=0)
-        check_integer("last", self.last, least=0)
+        check_integer("dense_first", self.dense_first, least=0)
+        check_integer("dense_last", self.dense_last, least=0)
         check_alike(self.budget)
         if most_entries(self.budget, 0, 1, 1) is None:
             raise ValueError(f"a budget of {self.budget}: expected one with a limit, such as Fixed")
 
     @property
     def layout(self) -> Layout:
-        return Layout(dense=(self.first, self.last), compares_protected=True)
+        return Layout(dense=(self.dense_first, self.dense_last), compares_protected=True)
 
     def check_model(self, layers: int, kv_heads: int) -> None:
-        if self.first + self.last >= layers:
+        if self.dense_first + self.dense_last >= layers:
             raise ValueError(
-                f"the first {self.first} and the last {self.last} of {layers} layers retain everything, which leaves "
+                f"the first {self.dense_first} and the last {self.dense_last} of {layers} layers retain everything, which leaves "
                 f"none to compress; expected fewer than {layers} together"
             )
 
     def entries(self, means: Sequence[int], prompt_size: int, heads: int) -> int:
-        dense = self.first + self.last
-        return heads * (dense * prompt_size + sum(means[self.first : len(means) - self.last]))
+        dense = self.dense_first + self.dense_last
+        return heads * (dense * prompt_size + sum(means[self.dense_first : len(means) - self.dense_last]))
 
     def allocate(
         self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
     ) -> Int[Array, "L B H"]:
         L, B, H = scores.shape[:3]
         compressed = jnp.array([layer for layer in range(L) if not self.layout.is_dense(layer, L)])
-        mean = means[self.first]  # of the first compressed layer, as of all others
+        mean = means[self.dense_first]  # of the first compressed layer, as of all others
         there = scores > -jnp.inf
         held = jnp.sum(there, axis=-1)
         average = jnp.sum(jnp.where(there, scores, 0.0), axis=-1) / jnp.maximum(held, 1)

@@ -129,7 +129,7 @@ def test_summed_logits_need_a_softmax_of_their_own():
     ("kind", "size", "says"),
     [
         ("min", 3, "pooling='min': expected 'avg' or 'max'"),
-        ("avg", 4, "pooling size=4: expected an odd integer >= 1"),
+        ("avg", 4, "kernel=4: expected an odd integer >= 1"),
         ("max", 0, "size=0: expected an odd"),
         ("max", -1, "size=-1: expected an odd"),
     ],
