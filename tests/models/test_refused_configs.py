@@ -69,6 +69,7 @@ PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e6}
         ({"attention_bias": 1}, "attention_bias=1"),
         ({"mlp_bias": "yes"}, "mlp_bias='yes'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings=1"),
+        ({"is_causal": None}, "is_causal=None"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ({"logits_scaling": 8.0}, "logits_scaling=8.0"),
         ({"num_local_experts": 8}, "num_local_experts=8"),
