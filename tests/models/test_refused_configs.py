@@ -195,6 +195,7 @@ def test_unsupported_fields_are_named(fields, message):
         (GLM4_MOE_LITE, {"mlp_layer_types": ["dense"]}, "mlp_layer_types=['dense']"),
         (GLM4_MOE_LITE, {"mlp_layer_types": ["dense", "full"]}, "mlp_layer_types=['dense', 'full']"),
         (QWEN3_5_MOE, {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        (QWEN3_5_MOE, {"norm_topk_prob": None}, "norm_topk_prob=None"),
         (QWEN3_5_MOE, {"num_experts": 4}, "num_experts_per_tok=8 is more than num_experts=4"),
         (QWEN3_5_MOE, {"num_local_experts": 4}, "num_local_experts=4"),
         (QWEN3_5_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0"),
