@@ -245,7 +245,7 @@ NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
     "dual_chunk_attention_config": (None,),
     "no_rope_layers": (None, []),
     "use_bidirectional_attention": (None, False),
-    "is_causal": (None, True),
+    "is_causal": (True,),  # transformers takes null for false
     "causal": (None, True),
     "use_mrope": (None, False),
     "clip_qkv": (None,),

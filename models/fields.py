@@ -68,8 +68,10 @@ def _is_positive(value: Any) -> bool:
 
 
 def flag(hf: Mapping[str, Any], field: str, default: bool = False) -> bool:
-    """Reads a boolean; an absent or null field is `default`. Raises UnsupportedModelError."""
-    value: Any = default if hf.get(field) is None else hf[field]
+    """Reads a boolean; an absent field is `default`, and null is false. Raises UnsupportedModelError."""
+    value: Any = hf.get(field, default)
+    if value is None:
+        return False
     if type(value) is not bool:
         raise unsupported(field, value, "true or false")
     return value

@@ -40,7 +40,7 @@ DEFAULTS = {
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
-    require(hf, "norm_topk_prob", None, True)
+    require(hf, "norm_topk_prob", True)
     mixture = mixture_from_hf(hf)
     sizes = {"intermediate_size": mixture.shared}  # of MLPs, which no layer has
     return replace(qwen3_5_text.config_from_hf(dict(hf) | sizes, ARCHITECTURE, COMPUTED), mixture=mixture)

@@ -27,6 +27,7 @@ from kvjax.mesh.sharding import check_batch, fetch, mesh_of, place
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.policy import Policy
+from kvjax.policy.suits import check_model
 from kvjax.runtime.modes import own_modes
 
 OWNED = re.compile(
@@ -95,8 +96,8 @@ def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = Non
 
     Raises:
         CheckpointError: if a file of the saved cache is missing or not what was saved. It is a ValueError.
-        ValueError: if there is no saved cache, if it belongs to another model or policy, or if its rows do not divide
-            over the parameters' mesh.
+        ValueError: if there is no saved cache, if it belongs to another model or policy, or if its rows or groups of
+            heads do not divide over the parameters' mesh.
     """
     check_path("path", path)
     check_params(params)
@@ -136,6 +137,7 @@ def _checked(path: Path, params: Decoder, policy: Policy | None) -> tuple[dict[s
     saved = parse(facts["policy"])
     if policy is not None and policy != saved:
         raise ValueError(f"the cache in {path} was made by {saved}, not by {policy}")
+    check_model(saved, params)
     return facts, _like(params, saved, facts)
 
 

@@ -171,3 +171,13 @@ def test_onto_another_mesh(tmp_path: Path) -> None:
     wide = kvjax.shard(params, kvjax.make_mesh(data=8))
     with pytest.raises(ValueError, match="a batch of 4 rows on a mesh of data=8: expected multiples of 8 rows"):
         kvjax.restore_cache(tmp_path / "cache", wide)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_onto_a_mesh_that_cuts_a_group(tmp_path: Path) -> None:
+    params = decoder(heads=4, kv_heads=2)
+    cache = kvjax.prefill(params, [[1, 2, 3, 4]] * 2, policy="adakv:base=h2o,base.budget=2,groups=1")
+    kvjax.save_cache(tmp_path / "cache", cache, params)
+    with pytest.raises(ValueError, match=r"groups=1 on a mesh with 2 devices .*expected a multiple of 2"):
+        kvjax.restore_cache(tmp_path / "cache", kvjax.shard(params, kvjax.make_mesh(model=2)))

@@ -175,6 +175,15 @@ def test_null_in_rope_is_absent(family, fields, same):
 
 
 @pytest.mark.parametrize(
+    ("family", "field"),
+    [(DEEPSEEK_V3, "norm_topk_prob"), (DEEPSEEK_V3, "rope_interleave"), (INTERNLM2, "bias"), (GLM4, "attention_bias")],
+)
+def test_a_flag_that_is_null_is_false(family, field):
+    null = config_from_hf(family | {field: None})
+    assert null == config_from_hf(family | {field: False}) != config_from_hf(family | {field: True})
+
+
+@pytest.mark.parametrize(
     "hf",
     [
         LLAMA | {"num_key_value_heads": 2, "head_dim": 6, "tie_word_embeddings": True},
