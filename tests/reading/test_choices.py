@@ -1,4 +1,4 @@
-"""What the host decides from sizes alone: batches and chunks, how a call ends, and the slots of layers and of a pool."""
+"""Choices of the host by sizes alone: batches and chunks, how a call ends, the slots of layers and of a pool."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_rows_of_a_pool() -> None:
     """The head with the least room decides."""
     assert [whole_pages(rows) for rows in (0, 1, PAGE, PAGE + 1)] == [0, PAGE, PAGE, 2 * PAGE]
     nothing: Any = None
-    pool = Segments(*[nothing] * 3, (nothing,) * 2, (), (), (), nothing, (), (), growing=2)
+    pool = Segments(nothing, nothing, nothing, (nothing,) * 2, (), (), (), nothing, (), (), growing=2)
     usage = Usage([9, 9], [40, 17])
     growth = [pool.growth(usage, (1, room), windows=(None, None)) for room in (16, 17, 18, 33, 34)]
     assert growth == [None, None, (16,), (16,), (24,)]
@@ -165,6 +165,6 @@ def test_ends_that_one_program_serves() -> None:
     assert end.widened() == End(end.policy, ReadPlan((14, 14), (14, 14), True))
     assert end.widened().alike
     assert End(end.policy, ReadPlan((9, 9), (None, None), True)).alike
-    assert end.of_layer(1).plan == ReadPlan((14,), (14,), True)
+    assert [end.of_layer(i).plan for i in (0, 1)] == [ReadPlan((n,), (n,), True) for n in (12, 14)]
     own = End(parse("chunkkv"), plan), End(end.policy, ReadPlan((12, 14), (None, 14), True))
     assert [one.widened() for one in own] == list(own)
