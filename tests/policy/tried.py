@@ -62,7 +62,7 @@ DROP, VALUES, GAUSSIAN, SIMILAR, NEAREST = MERGES
 TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
     Recency: [[(REPRESENTATIVES, DROP)], [(EVEN, DROP)]],
     RandomDraw: [[(PAGES, SIMILAR)], [(Newest(), SIMILAR)]],
-    KeyNorm: [[(CHUNKS, GAUSSIAN)], [(TopTokens(), NEAREST)]],
+    KeyNorm: [[(CHUNKS, DROP)], [(TopTokens(), NEAREST)]],
     KeyDifference: [[(Newest(), SIMILAR)], [(Newest(), DROP)]],
     LeverageScore: [[(Newest(), DROP)], [(EVEN, SIMILAR)]],
     LagDifference: [[(EVEN, DROP)], [(REPRESENTATIVES, DROP)]],
