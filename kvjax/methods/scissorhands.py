@@ -78,10 +78,11 @@ def scissorhands(budget: int = 1024, window: int = 400, recent: int = 10, drop: 
         budget: the most entries that a query sees, itself included. An integer >= 1.
         window: the number of queries whose weights count, the paper's w.
         recent: the number of most recent tokens, which are always retained, the paper's r.
-        drop: the share of the budget that is evicted at once, the paper's m / B, above 0 and below 1.
+        drop: the share of the budget that is evicted at once, the paper's m / B, above 0 and below 1. It is rounded
+            down, to at least one entry.
 
     Raises:
-        ValueError: for a value that is not accepted, or a budget smaller than recent + max(1, int(budget * drop)).
+        ValueError: for a value that is not accepted, or a budget smaller than recent and what is evicted at once.
     """
     check_integer("budget", budget, least=1)
     check_number("drop", drop, "a share of the budget above 0 and below 1", lambda x: 0 < x < 1)
@@ -89,5 +90,5 @@ def scissorhands(budget: int = 1024, window: int = 400, recent: int = 10, drop: 
         score=Neglect(window),
         budget=budget_of(budget),
         protect=Protect(recent=recent),
-        every=max(1, int(budget * drop)),
+        every=max(1, int(budget * drop + 1e-9)),  # 0.29 of 100 is 29
     )

@@ -44,7 +44,7 @@ class Protect(Part):
             )
 
     def minimum(self, room: int) -> int:
-        """Returns the smallest capacity that leaves `room` entries unprotected."""
+        """Returns the smallest capacity that leaves `room` entries unprotected, where no share is rounded down."""
         if isinstance(self.recent, float):
             return math.ceil((self.sinks + room) / (1 - self.recent) - 1e-9)
         return self.sinks + self.recent + room

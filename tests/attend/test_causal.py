@@ -1,4 +1,4 @@
-"""Training's blocked causal attention against JAX's own, which masks all pairs."""
+"""Training's blocked causal attention against JAX's own, which masks all pairs, with a rotation for each row."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from kvjax.attend.causal import causal
 from kvjax.models import AttentionLayer, Rope, rotate
+from kvjax.models.rope import DynamicScaling
 
 
 @pytest.mark.slow(first=1)
@@ -19,7 +20,8 @@ def test_blocks_equal_the_whole_and_so_do_gradients(length, window):
     rng = np.random.default_rng(length)
     q, k, v = (rng.normal(size=(B, h, length, D)).astype(np.float32) for h in (Hq, H, H))
     positions = np.cumsum(rng.integers(1, 4, (B, length)), axis=1)
-    layer = AttentionLayer(0, Rope(100.0), window, 0.3, output=np.zeros((Hq, D, 1), np.float32))
+    rope = Rope(100.0, DynamicScaling(4.0, 20))  # of which most rows have more
+    layer = AttentionLayer(0, rope, window, 0.3, output=np.zeros((Hq, D, 1), np.float32))
 
     def blocked(q, k, v):
         context, cache = causal(positions, block=16)(layer, q, k, v, "untouched")
@@ -27,7 +29,8 @@ def test_blocks_equal_the_whole_and_so_do_gradients(length, window):
         return context
 
     def whole(q, k, v):
-        q, k = (rotate(x, positions[:, None], layer.rope.frequencies(D)) for x in (q, k))
+        own = rope.row_frequencies(D, positions[:, -1] + 1)
+        q, k = (rotate(x, positions[:, None], own) for x in (q, k))
         local = None if window is None else (window - 1, 0)
         wide = (x.swapaxes(1, 2) for x in (q, k, v))
         return jax.nn.dot_product_attention(*wide, scale=0.3, is_causal=True, local_window_size=local).swapaxes(1, 2)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache import Slots
 from kvjax.policies import parse
+from kvjax.policy import Attended, LayerShape
 from tests import tiny
 from tests.methods import one_layer
 from tests.methods.reference import rotated, softmax
@@ -93,6 +97,35 @@ def test_the_fit_is_nearer_to_full_attention():
     plain, values, both = errors
     assert max(values[0], both[0]) < plain[0] / 2
     assert both[1] < values[1] / 2
+
+
+def test_a_sample_has_the_largest_lots_in_any_pieces():
+    """Of a row of 20 tokens, and of one of 3, which has fewer than the sample; pieces of 7, 1 and 12 columns."""
+    score, lengths = parse("attention_matching:base=knorm,queries=5,seed=3").score, np.array([20, 3])
+    q = np.random.default_rng(0).normal(size=(2, 6, 20, 4)).astype(np.float32)
+    positions = np.maximum(np.arange(20) - (20 - lengths[:, None]), -1)
+    shape = LayerShape(2, 6, 2, 4, jnp.dtype("float32"), 8)
+    layer = one_layer.moment(0, heads=6).layer
+
+    @jax.jit
+    def sampled(q):
+        nothing = jnp.zeros((2, 2, 0, 4))
+        _, state = score.init(shape, 0)
+        for part in (slice(0, 7), slice(7, 8), slice(8, 20)):
+            entries = Slots(nothing, nothing, nothing[..., 0], jnp.zeros((2, 2)), None, state)
+            at = positions[:, part]
+            given = q[:, :, part], at, jnp.zeros((2, 6, at.shape[1])), None, jnp.sum(at >= 0, axis=1), layer
+            _, state = score.observe(entries, Attended(*given))
+        return state.sample
+
+    found = jax.tree.map(np.asarray, sampled(q))
+    for row, length in enumerate(lengths):
+        lots = [float(jax.random.uniform(jax.random.fold_in(jax.random.key(3), p))) for p in range(length)]
+        largest = sorted(range(length), key=lambda p: -lots[p])[:5]
+        for head in range(2):
+            assert found.positions[row, head].tolist() == largest + [-1] * (5 - len(largest))
+        for i, p in enumerate(largest):
+            np.testing.assert_array_equal(found.queries[row, :, i], q[row, :, 20 - length + p])
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ def difference(keys):
     return -unit @ anchor / np.linalg.norm(anchor)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", [1, 4, 50])
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("block", [4, 1, 50])
 def test_blocks_compete_with_what_earlier_ones_left(block):
     """Rows longer, a little longer and shorter than the budget, with a sink and two recent tokens."""
     heads, size, budget, lengths = 2, 30, 9, np.array([30, 11, 3])

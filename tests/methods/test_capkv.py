@@ -31,7 +31,6 @@ def capacity(q, k, v):
     return np.concatenate([np.full(SINKS, np.inf), total])
 
 
-@pytest.mark.slow
 def test_retains_what_the_equations_retain():
     """Rows of different lengths, one shorter than the sinks, three query heads for each of two kv heads."""
     heads, group, size, lengths = 2, 3, 30, np.array([30, 17, 1])

@@ -14,8 +14,8 @@ from tests.methods.test_non_causal_attention import received
 OPTIONS = ("budget=12,chunk=5,sketch=6,sinks=2,recent=3",)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("blend", [0.0, 0.7, 30.0])
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("blend", [0.7, 0.0, 30.0])
 def test_scores_are_standardised_over_the_layer_of_a_row(blend):
     """A sketch as wide as the head is exact. In the last row no token takes part."""
     heads, group, size, lengths = 2, 3, 40, np.array([40, 23, 5])

@@ -16,12 +16,13 @@ from kvjax.cache import Slots
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import ProjectedValues, Protect, SquaredNorms
-from kvjax.policies import adakv, criticalkv, dynamickv, h2o, snapkv
+from kvjax.policies import PRESETS, adakv, criticalkv, dynamickv, h2o, snapkv
 from kvjax.policy import Moment
 from tests import tiny
 from tests.methods.literal_budgets import adaptive, algorithm_1, best, projected, two_stages
 from tests.methods.literal_budgets import snapkv as snapkv_scores
 from tests.methods.reference import Reader
+from tests.policy.small import small
 from tests.products import each_once, part
 
 B, H, G, M, D, E = 3, 2, 3, 80, 4, 12
@@ -55,7 +56,7 @@ def scored(score, entries, output, protected):
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize(("first", "group"), each_once([0.0, 0.5, 0.9], [G, 1]))
+@pytest.mark.parametrize(("first", "group"), each_once([0.5, 0.0, 0.9], [G, 1]))
 def test_two_stages(first, group):
     entries, output = drawn(group)
     protected = Protect(recent=4).mask(entries.positions, jnp.array([80, 50, 9]), entries.capacity)
@@ -216,3 +217,38 @@ def test_what_the_base_refuses_is_refused():
     ):
         with pytest.raises(ValueError, match=says):
             replace(policy, **change)
+
+
+REFUSED = {
+    "already multiplies scores by value norms": (
+        *("capkv", "compactor", "criticalkv", "cur", "defensivekv", "expected_attention", "expected_attention_stats"),
+        *("kvgrad", "non_causal_attention", "restkv"),
+    ),
+    "gives scores that may be negative": (
+        *("gkv", "keydiff", "keydiff_codes", "knorm", "kvzap", "qfilter", "rkv", "scissorhands", "simlayerkv"),
+        *("triattention", "vase"),
+    ),
+    "of which only the order means something": (
+        *("duo_attention", "epikv", "fastgen", "full", "lacache", "lagkv", "random", "streaming_llm"),
+    ),
+    "choose a base whose heads differ": ("tova",),
+    "scores what a head retains above all others": ("blockwise",),
+    "it takes scores for accumulated attention": ("cam",),
+    "compares means of scores": ("chunkkv", "entropy_gated_chunkkv"),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_which_bases_are_refused(preset):
+    """All others are accepted, and `cur` of keys alone, whose score knows no value."""
+    reasons = [reason for reason, presets in REFUSED.items() if preset in presets]
+    if not reasons:
+        criticalkv(small(preset))
+        return
+    with pytest.raises(ValueError, match=reasons[0]):
+        criticalkv(small(preset))
+    if preset == "cur":
+        for kind in ("key", "value", "mean"):
+            base = replace(small(preset), score=SquaredNorms(kind))
+            assert ("weighs_values" in base.score.needs.marks) == (kind != "key")
+        criticalkv(replace(small(preset), score=KEYS))

@@ -28,9 +28,9 @@ ROWS = [RNG.integers(0, tiny.VOCAB, n) for n in (29, 9, 20)]  # longer than the 
 @pytest.mark.parametrize(
     ("group", "options"),
     [
-        (1, {"pool": "max"}),
-        (4, {"pool": "none", "group": "max", "code_rounding": True}),
         (7, {"pool": "avg", "r_max": 1.25}),
+        (4, {"pool": "none", "group": "max", "code_rounding": True}),
+        (1, {"pool": "max"}),
     ],
 )
 def test_retains_what_algorithm_1_keeps(group: int, options: dict) -> None:

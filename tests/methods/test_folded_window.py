@@ -13,10 +13,12 @@ import pytest
 from kvjax import policies
 from kvjax.extend import extend
 from kvjax.pallas_kernels import Reduction, use
-from kvjax.parts import FoldedWindow
+from kvjax.parts import FoldedWindow, WindowAttention
+from kvjax.policy import Moment
 from kvjax.reading.layers import step as one_step
 from tests import tiny
 from tests.dense import assert_close
+from tests.methods import one_layer
 from tests.methods.literal_heads import Generation, SlidingHead
 from tests.products import part
 
@@ -91,6 +93,33 @@ def test_every_block_is_algorithm_1(block, ahead, chunk, fusion):
             assert held == positions
             assert_close(own, expected, 1e-4, 1e-3)
     assert len(tiny.held(cache, 0)[1][0]) == 16
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize(("block", "every", "fusion"), [(3, 1, "sum"), (2, 2, "max")])
+def test_folds_are_the_scores_of_all_queries_of_the_window(block, every, fusion):
+    """After prompts longer and shorter than budget and window, and after each of 8 steps that evict."""
+    policy = policies.morphkv(budget=16, window=6, block=block, every=every, fusion=fusion)
+    assert policy.score.ahead == (every == 1)
+    whole, lengths = WindowAttention(6, policy.score.reduction), np.array([26, 11, 3])
+    q, k, v = one_layer.random_streams(3, 3, 2, 3, 26 + 8)
+
+    @jax.jit
+    def both(entries, now):
+        _, layer = one_layer.describe(q, k)
+        given = (replace(entries, per_slot=None), whole), (entries, policy.score)
+        return [score(own, Moment(now, layer)) for own, score in given]
+
+    _, entries = one_layer.read(policy, lengths, 26, q, k, v)
+    for t in range(9):
+        expected, found = map(np.asarray, both(entries[0], lengths + t))
+        distant = np.asarray(entries[0].positions) < (lengths + t - 6)[:, None, None]
+        distant &= np.asarray(entries[0].positions) >= 0
+        assert_close(found[distant], expected[distant])
+        assert t < 3 or distant[:2].any(axis=(1, 2)).all()
+        if t < 8:
+            token = (x[:, :, 26 + t : 27 + t] for x in (q, k, v))
+            _, entries = one_layer.step(policy, lengths + t, entries, *token)
 
 
 @pytest.mark.slow

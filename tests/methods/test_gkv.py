@@ -48,9 +48,8 @@ class Head:
             del self.keys[p], self.lasting[p]
 
 
-@pytest.mark.long
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize(("group", "every"), [(1, 3), (3, 6)])
+@pytest.mark.parametrize(("group", "every"), [(3, 6), (1, 3)])
 def test_retains_what_the_equations_retain(group, every):
     """Prompts longer than the budget, between window and budget, shorter than the window; 20 steps."""
     heads, size, steps, lengths = 2, 30, 20, np.array([30, 17, 10, 7, 3])
@@ -72,7 +71,7 @@ def test_a_prompt_in_pieces():
         whole, pieces = (tiny.step(params, cache, np.arange(2), np.ones(2, bool))[1] for cache in (whole, pieces))
 
 
-@pytest.mark.long(first=1)
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "last"), [(10, 16), (17, 19)])
 def test_without_an_eviction_it_does_not_matter_how_tokens_are_cut_into_calls(first, last):
     """A prompt of 10 tokens and 20 more, one by one, or some of them at once; evictions are at 16, 20, 24 and 28."""

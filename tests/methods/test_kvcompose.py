@@ -125,8 +125,8 @@ def test_retains_what_the_equations_keep(group: int, options: dict) -> None:
     assert len({len(layer[0]) for layer in tiny.held(cache, 0)}) == LAYERS, "or layers would not have competed"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("source", "rows"), [("replay", "sum"), ("self", "mean"), ("prompt", "max")])
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize(("source", "rows"), [("self", "mean"), ("replay", "sum"), ("prompt", "max")])
 def test_scores(source: str, rows: str) -> None:
     """Reductions of every source, with and without the mean over heads and the norms of values (26 and 27)."""
     params, group = decoder(4), 4

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.attend.causal import causal
 from kvjax.methods.kvgrad.backwards import backwards
 from kvjax.models import Decoder, Mixture
 from kvjax.parts import Attribution, Fixed, Reconstruction
@@ -118,6 +119,27 @@ def test_sensitivities_are_the_derivatives_that_pytorch_takes(family: str, tmp_p
         assert expected.std() > 0
         typical = 5e-5 if params.config.scale == 1 else 1e-5  # softmaxes without a scale are sharp
         assert_close(ours[:, b, padding:] / expected.mean(), expected / expected.mean(), typical)
+
+
+def test_sensitivities_are_derivatives() -> None:
+    """Those that JAX takes of the whole text, by what heads return: output projections of this model are square."""
+    row, text = ROWS[0][:9], ROWS[1][:5]
+    plain, tokens = causal(jnp.arange(14)[None]), np.concatenate([row, text])[None]
+
+    def loss(changes: jax.Array) -> jax.Array:
+        def attend(layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, entries: Any) -> tuple[jax.Array, Any]:
+            context, entries = plain(layer, q, k, v, entries)
+            return context.at[:, :, 9:].add(changes[layer.index]), entries
+
+        hidden, _ = PARAMS(tokens, attend)
+        return jnp.sum(hidden[0, 9:] ** 2)
+
+    gradients = np.asarray(jax.jit(jax.grad(loss))(jnp.zeros((2, 4, 5, 8))), np.float64)
+    ours = sensitivities(PARAMS, [row], [text])[:, 0]
+    for i, layer in enumerate(PARAMS.attention_layers):
+        output = np.asarray(layer.output, np.float64).reshape(32, 32)
+        expected = np.linalg.solve(output, np.moveaxis(gradients[i], 1, 2).reshape(32, 5))
+        np.testing.assert_allclose(ours[i], np.linalg.norm(expected, axis=0), rtol=1e-3)
 
 
 def scores(b: int, text: np.ndarray, first: int, sensitivity: np.ndarray) -> np.ndarray:

@@ -130,8 +130,8 @@ def merged_entry(keys, values, scores, **options):
 @pytest.mark.parametrize(
     ("sigma", "weights"),
     [
-        ("eq7", [0.423946, 0.387458, 0.188596]),
         ("mean", [0.453073, 0.399836, 0.147091]),
+        ("eq7", [0.423946, 0.387458, 0.188596]),
         (4 / 3, [0.545138, 0.411491, 0.043371]),  # the mean over all three of the set, pivot included
         ("rms", [0.504025, 0.412661, 0.083315]),
         (5.0, [0.355181, 0.348148, 0.296672]),
@@ -257,7 +257,7 @@ OPTIONS = {
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "name"),
-    [(2, 2, "chain"), (4, 1, "anchor"), (4, 1, "average"), (7, 1, "straddle")],
+    [(4, 1, "anchor"), (2, 2, "chain"), (4, 1, "average"), (7, 1, "straddle")],
 )
 def test_a_prompt_is_merged_as_algorithms_1_and_2_say(heads, kv_heads, name):
     """A batch of three lengths, groups of 1, 4 and 7; the shortest is within the budget."""

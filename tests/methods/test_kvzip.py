@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache import Slots
 from kvjax.mesh.heads import ALL_HEADS
+from kvjax.models import AttentionLayer
+from kvjax.models.rope import NO_ROPE
 from kvjax.parts import Fixed, GlobalShares, Pyramid, Reconstruction, UniformShares
 from kvjax.policies import adakv, criticalkv, kvzip
+from kvjax.policy import Attended
 from kvjax.reading.replays import encoded_texts
 from tests import tiny
 from tests.dense import assert_close
@@ -81,6 +85,61 @@ def replays(plus: bool = False, chunk: int = CHUNK) -> kvjax.KVCache:
     return allocating.read(PARAMS, kvzip(0.5, SINKS, score=replace(PLUS if plus else SCORE, chunk=chunk)), ROWS, SIZE)
 
 
+@pytest.mark.parametrize("chunk", [CHUNK, SIZE])
+def test_passes_repeat_a_prompt_chunk_by_chunk(chunk):
+    """Of a row that has ended before a chunk nothing runs."""
+    score = replace(SCORE, chunk=chunk)
+    tokens, lengths = tiny.left_pad(ROWS, SIZE)
+    parts = jax.jit(partial(score.passes, texts=score.needs.texts))(tokens, lengths)
+    assert len(parts) == -(-SIZE // chunk)
+    for i, part in enumerate(jax.tree.map(np.asarray, parts)):
+        for b, row in enumerate(ROWS):
+            expected = repetition(row, i * chunk, chunk) if i * chunk < len(row) else []
+            assert part.tokens[b, len(part.tokens[b]) - part.lengths[b] :].tolist() == expected
+            assert [part.first[b], part.last[b]] == [min(n * chunk, len(row)) for n in (i, i + 1)]
+
+
+@pytest.mark.parametrize("plus", [False, True])
+def test_a_pass_scores_the_entries_of_its_chunk(plus):
+    """Two rows whose chunks are of four tokens and of one; two query heads for each of two kv heads."""
+    rng, (B, H, G, N, W, D) = np.random.default_rng(1), (2, 2, 2, 9, 6, 4)
+    lengths, own, last = (9, 5), (6, 4), (8, 5)  # of the prompts, of what repeats a chunk from position 4 on
+    q, hidden = rng.normal(size=(B, H * G, W, D)), rng.normal(size=(B, W, 5))
+    k, v = rng.normal(size=(2, B, H, N + W, D))
+    output, state = rng.normal(size=(H * G, D, 3)), rng.normal(size=(B, H, N + W))
+    positions = np.full((B, N + W), -1)
+    for b, n in enumerate(lengths):
+        positions[b, N - n : N], positions[b, N + W - own[b] :] = range(n), range(n, n + own[b])
+    score = Reconstruction(sinks=2, chunk=4, normalise=plus)
+    layer = AttentionLayer(0, NO_ROPE, None, 0.5, jnp.asarray(output, jnp.float32))
+
+    @jax.jit
+    def observed(q, k, v, state, hidden):
+        at = jnp.broadcast_to(positions[:, None], k.shape[:3])
+        entries = Slots(k, v, at, jnp.zeros((B, H), jnp.int32), state)
+        replay = jnp.array([4, 4]), jnp.array(last)
+        given = positions[:, N:], jnp.zeros(q.shape[:3]), None, jnp.array(own), layer
+        return score.observe(entries, Attended(q, *given, replay=replay, hidden=hidden))[0]
+
+    found = np.asarray(observed(*(x.astype(np.float32) for x in (q, k, v, state, hidden))))
+    for b, h in np.ndindex(B, H):
+        expected = state[b, h].copy()
+        chunk = [c for c in range(N) if 4 <= positions[b, c] < last[b]]
+        expected[chunk] = 0
+        for t, g in np.ndindex(W, G):
+            if t < W - own[b]:
+                continue
+            seen = [c for c in range(N) if 0 <= positions[b, c] < 2] + chunk + [*range(N + W - own[b], N + t + 1)]
+            weights = softmax(k[b, h, seen] @ q[b, h * G + g, t] * 0.5)
+            if plus:
+                norms = np.linalg.norm(v[b, h, seen] @ output[h * G + g], axis=-1)
+                weights = weights * norms / np.linalg.norm(hidden[b, t])
+            for c, weight in zip(seen, weights, strict=True):
+                if c in chunk:
+                    expected[c] = max(expected[c], weight)
+        np.testing.assert_allclose(found[b, h], expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("plus", "chunk"), [(False, CHUNK), (True, CHUNK), (False, SIZE), (True, SIZE)])
 def test_scores_are_the_definition(plus, chunk):
@@ -88,12 +147,7 @@ def test_scores_are_the_definition(plus, chunk):
 
     Where a chunk has room for all prompts, the scores come from the pass that attends.
     """
-    filled, policy = replays(plus, chunk), kvzip(0.5, SINKS, score=replace(SCORE, chunk=chunk))
-    tokens, lengths = map(jnp.asarray, tiny.left_pad(ROWS, SIZE))
-    for i, part in enumerate(policy.score.passes(tokens, lengths, policy.score.needs.texts)):
-        for b, row in enumerate(ROWS):
-            expected = repetition(row, i * chunk, chunk) if i * chunk < len(row) else []
-            assert part.tokens[b, len(part.tokens[b]) - int(part.lengths[b]) :].tolist() == expected
+    filled = replays(plus, chunk)
     for layer, entries in enumerate(filled.entries):
         for b, row in enumerate(ROWS):
             ours, positions = np.asarray(entries.per_slot[b]), np.asarray(entries.positions[b])

@@ -32,7 +32,7 @@ def literal(keys, values, lag, cross):
     return scores
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     ("lag", "sinks", "cross"), each_once([(5, 3), (8, 0), (16, 2), (25, 2), (64, 2)], [False, True])
 )

@@ -48,7 +48,7 @@ class Head:
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize(("group", "alpha"), [(1, 0.1), (4, 0.08), (7, 0.07)])
+@pytest.mark.parametrize(("group", "alpha"), [(4, 0.08), (1, 0.1), (7, 0.07)])
 def test_is_the_literal_bookkeeping(group, alpha):
     """Prompts longer and shorter than the budget, one shorter than the window; 14 steps."""
     heads, size, steps, lengths = 2, 26, 14, np.array([26, 12, 2])

@@ -72,6 +72,9 @@ def test_a_narrow_sketch_is_leverage_of_what_it_sees():
     for row, head in np.ndindex(len(LENGTHS), HEADS):
         by_position = scores[row, head][np.argsort(positions[row, head])][SLOTS - LENGTHS[row] :]
         np.testing.assert_allclose(by_position, leverage(texts[row][head] @ gaussian[head], 1e-2), atol=1e-3)
+    bits = 2 * np.frexp(scores[scores > 0])[0] * 2**12  # the leading 1 and 12 more
+    np.testing.assert_array_equal(bits, np.round(bits))
+    assert (bits % 2).any()
 
 
 def test_the_sketch_is_gaussian_and_belongs_to_seed_layer_and_head():

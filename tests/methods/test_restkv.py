@@ -103,6 +103,41 @@ def test_heads_retain_what_the_released_steps_retain(heads, kv_heads, alpha, rea
     assert tiny.held(cache, 3) == [[[0, 1, 2]] * kv_heads] * 2
 
 
+def test_scores_of_a_layer():
+    """Two rows, two query heads for each of two kv heads; with the drift that the numbers of entries bring."""
+    rng, (H, G, W, M, D), lengths = np.random.default_rng(2), (2, 2, 4, 24, 4), (24, 15)
+    counts = np.array([[9, 14], [7, 10]])
+    q, k, v = (rng.normal(size=(2, heads, n, D)) for heads, n in ((H * G, W), (H, M), (H, M)))
+    output, drifts = rng.normal(size=(H * G, D, 6)), set()
+    positions = np.maximum(np.arange(M) - (M - np.array(lengths)[:, None]), -1)
+    at = np.stack([n - W + np.arange(W) for n in lengths])
+    seen = (positions[:, None] >= 0) & (positions[:, None] <= at[..., None])
+    logits = np.einsum("bhgrd,bhmd->bhgrm", q.reshape(2, H, G, W, D), k) * 0.5
+    weights = np.where(seen[:, None, None], np.exp(logits), 0)
+    sums = weights.sum(axis=-1, keepdims=True)
+    layer = AttentionLayer(0, Rope(1e4), None, 0.5, jnp.asarray(output, jnp.float32))
+    score = LostOutput(W, alpha=0.4, kernel=3, reach=2)
+
+    @jax.jit
+    def scored(q, k, v, lse, counts):
+        ring = QueryRing(q, lse, jnp.broadcast_to(at[:, None], (2, H, W)))
+        entries = Slots(k, v, jnp.broadcast_to(positions[:, None], k.shape[:3]), counts, per_row=ring)
+        return score(entries, Moment(jnp.array(lengths), layer, counts=counts))
+
+    lse = np.log(sums).reshape(2, H * G, W)
+    found = np.asarray(scored(*(x.astype(np.float32) for x in (q, k, v, lse)), counts))
+    for b, h in np.ndindex(2, H):
+        n, own = lengths[b], []
+        for g in range(G):
+            rows, values = (weights / sums)[b, h, g, :, M - n :], v[b, h, M - n : M - W]
+            a = moving_average(rows, 0.4)[: n - W]
+            lost = a / (1 - a) * np.linalg.norm((a @ values - values) @ output[h * G + g], axis=-1)
+            drifts.add(steps := drift(rows, counts[b, h] - W, 2))
+            own.append(smoothed(lost, 3, steps))
+        np.testing.assert_allclose(found[b, h, M - n : M - W], np.mean(own, axis=0), rtol=1e-4)
+    assert len(drifts) > 1
+
+
 def test_the_program_does_not_grow_with_the_pooling():
     """With reach=1 a prompt of M slots may pool 2 M neighbours and more."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +20,18 @@ from tests.methods.reference import softmax
 OPTIONS = ("budget=12,window=3,kernel=3,sinks=1,every=3", "budget=0.5,window=4,large=0.5,kernel=1,sinks=0,every=None")
 
 
-@pytest.mark.long
+@partial(jax.jit, static_argnames=("score", "index"))
+def noise_of(score, entries, now, index=0):
+    return score.noise(entries, one_layer.moment(now, 2, index=index))[0]
+
+
+@partial(jax.jit, static_argnames="score")
+def scored(score, entries, counts):
+    """The noise, the scores of heads that retain so many entries, and those that are compared before."""
+    now = one_layer.moment(64, heads=6, counts=counts)
+    return score.noise(entries, now)[0], score(entries, now)[0], score(entries, now._replace(counts=None))[0]
+
+
 def test_scores_are_the_equations():
     """40 entries among empty slots in two heads of three query heads each; the last 4 are the window's."""
     rng, (H, G, W, M, D) = np.random.default_rng(0), (2, 3, 4, 44, 4)
@@ -30,8 +43,8 @@ def test_scores_are_the_equations():
     at = np.broadcast_to(np.arange(60, 64), (1, H, W))
     ring = QueryRing(jnp.asarray(q, jnp.float32)[None], jnp.zeros((1, H * G, W)), jnp.asarray(at))
     entries = replace(one_layer.entries_at(positions, k, v), per_row=ring)
-    moment = one_layer.moment(64, heads=H * G, counts=[31, 33])  # 9.3 and 9.9 entries with large values: 9
-    noise, ours = (np.asarray(x)[0] for x in (score.noise(entries, moment), score(entries, moment)))
+    counts = np.array([31, 33])  # 9.3 and 9.9 entries with large values: 9
+    noise, ours, without = map(np.asarray, scored(score, entries, counts))
     for head in range(H):
         order = np.argsort(positions[head])
         distant = order[(positions[head, order] >= 0) & (positions[head, order] < 60)]
@@ -43,16 +56,14 @@ def test_scores_are_the_equations():
         expected = np.log(pooled) + noise[head, distant]
         expected[np.argsort(-spread)[:9]] = 1e9
         np.testing.assert_allclose(ours[head, distant], expected, rtol=1e-4)
-    without = np.asarray(score(entries, moment._replace(counts=None)))[0]
+        np.testing.assert_allclose(without[head, distant], np.log(pooled), rtol=1e-4)
     assert without.max() < 0
 
 
 def test_noise_is_gumbel_and_new_at_every_eviction():
     score = parse("vase").score
     entries = one_layer.entries_at(np.arange(8_000).reshape(2, -1) % 4_000)
-    draws = [
-        np.asarray(score.noise(entries, one_layer.moment(now, 2, index=i)))[0] for now, i in ((1, 0), (2, 0), (1, 1))
-    ]
+    draws = [np.asarray(noise_of(score, entries, now, i)) for now, i in ((1, 0), (2, 0), (1, 1))]
     draws = np.stack(draws).reshape(6, -1)
     assert abs(draws.mean() - np.euler_gamma) < 5 * np.sqrt(np.pi**2 / 6 / draws.size)
     np.testing.assert_allclose(draws.var(axis=1), np.pi**2 / 6, rtol=0.15)

@@ -58,15 +58,15 @@ REPRESENTATIVES, CHUNKS, EVEN, PAGES = (
 DROP, VALUES, GAUSSIAN, SIMILAR, NEAREST = MERGES
 # The selection and the merge that each score tries, with all rhythms that it can have: on budgets that are not
 # allocated, then on allocated ones. A program serves all scores, so that one of each kind of them tries a pair. Window
-# scores have no rhythm under a merge, so that they try merges of prompts.
+# scores have no rhythm under a merge, so that they try merges of prompts. The default run tries the first three scores.
 TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
-    Recency: [[(Newest(), SIMILAR)], [(EVEN, DROP)]],
-    RandomDraw: [[(TopTokens(), DROP)], [(Newest(), SIMILAR)]],
-    KeyNorm: [[(Newest(), DROP)], [(TopTokens(), NEAREST)]],
-    KeyDifference: [[(REPRESENTATIVES, DROP)], [(Newest(), DROP)]],
-    LeverageScore: [[(CHUNKS, DROP)], [(EVEN, SIMILAR)]],
+    Recency: [[(REPRESENTATIVES, DROP)], [(EVEN, DROP)]],
+    RandomDraw: [[(PAGES, SIMILAR)], [(Newest(), SIMILAR)]],
+    KeyNorm: [[(CHUNKS, DROP)], [(TopTokens(), NEAREST)]],
+    KeyDifference: [[(Newest(), SIMILAR)], [(Newest(), DROP)]],
+    LeverageScore: [[(Newest(), DROP)], [(EVEN, SIMILAR)]],
     LagDifference: [[(EVEN, DROP)], [(REPRESENTATIVES, DROP)]],
-    ExpectedAttention: [[(PAGES, DROP)], [(CHUNKS, DROP)]],
+    ExpectedAttention: [[(TopTokens(), DROP)], [(CHUNKS, DROP)]],
     AccumulatedAttention: [[(Newest(), VALUES)], [(TopTokens(), VALUES)]],
     QueryHeadAttention: [[(QUERY_BITS, DROP), (QUERY_BITS, GAUSSIAN)]] * 2,
     NoisyAttention: [[(TopTokens(), VALUES)], [(Newest(), VALUES)]],

@@ -27,6 +27,7 @@ from typing import Literal
 
 from kvjax.policy import Policy, check_kind
 
+from ..common.budgets import share_of
 from ..registry import preset
 from ..snapkv import snapkv
 from .pages import Pages
@@ -109,7 +110,7 @@ def kvcrush(
         bits=bits,
     )
     smallest, least = base.budget.smallest, 1 if granularity == "token" else page
-    if smallest is not None and int(smallest * share) < least:
+    if smallest is not None and share_of(share, smallest) < least:
         raise ValueError(
             f"share={share} of a budget of {smallest} entries is less than one {granularity}: expected a share of "
             f"{least} entries or more"
