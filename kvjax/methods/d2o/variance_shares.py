@@ -56,8 +56,8 @@ class VarianceShares(AllocatedBudget):
     def check_model(self, layers: int, kv_heads: int) -> None:
         if self.dense_first + self.dense_last >= layers:
             raise ValueError(
-                f"the first {self.dense_first} and the last {self.dense_last} of {layers} layers retain everything, which leaves "
-                f"none to compress; expected fewer than {layers} together"
+                f"the first {self.dense_first} and the last {self.dense_last} of {layers} layers retain everything, "
+                f"which leaves none to compress; expected fewer than {layers} together"
             )
 
     def entries(self, means: Sequence[int], prompt_size: int, heads: int) -> int:
