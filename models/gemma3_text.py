@@ -15,10 +15,12 @@ from .rope_config import rope_from_hf, rope_to_hf
 ARCHITECTURE = "Gemma3ForCausalLM"
 UNUSED = (("rope_type", "default"), ("rope_theta", None))  # beside the kinds of layers of `rope_parameters`
 FIELDS = (*gemma2.FIELDS, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq")
+OTHER = ("vision_tower.", "multi_modal_projector.")  # tensors that a text does not need
 KINDS = ("default", "linear", "llama3", "yarn")  # of RoPE: those that do not depend on the length of a prompt
 
 # The defaults of transformers for absent fields.
 DEFAULTS = gemma2.DEFAULTS | {
+    "vocab_size": 262_208,
     "max_position_embeddings": 131_072,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
@@ -57,3 +59,9 @@ def by_kind_to_hf(config: DecoderConfig) -> dict[str, Any]:
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     old = {"rope_local_base_freq": (config.window_rope or config.rope).theta}
     return gemma2.config_to_hf(config, ARCHITECTURE) | {"rope_parameters": by_kind_to_hf(config), **old}
+
+
+def text_name(name: str, config: DecoderConfig) -> str | None:
+    """Returns the name in `weights` of a tensor as Google, or transformers 5, writes it; None for one of images."""
+    own = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
+    return None if own.removeprefix("model.").startswith(OTHER) else own

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from . import gemma4_text, qwen3_5_moe_text, qwen3_5_text
+from . import gemma3_text, gemma4_text, qwen3_5_moe_text, qwen3_5_text
 from .fields import unsupported
 from .unknown import GENERATION
 
 TEXT = {  # model_type and architecture of the text decoder
+    "gemma3": ("gemma3_text", gemma3_text.ARCHITECTURE),
     "gemma4": ("gemma4_text", gemma4_text.ARCHITECTURE),
     "qwen3_5": ("qwen3_5_text", qwen3_5_text.ARCHITECTURE),
     "qwen3_5_moe": ("qwen3_5_moe_text", qwen3_5_moe_text.ARCHITECTURE),
@@ -18,7 +19,10 @@ UNREAD = """
     model_type architectures text_config vision_config image_token_id video_token_id vision_start_token_id
     vision_end_token_id
 """
-OWN = {"gemma4": "audio_config audio_token_id boi_token_id eoi_token_id boa_token_id eoa_token_id eoa_token_index"}
+OWN = {
+    "gemma3": "mm_tokens_per_image boi_token_index eoi_token_index image_token_index",
+    "gemma4": "audio_config audio_token_id boi_token_id eoi_token_id boa_token_id eoa_token_id eoa_token_index",
+}
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.checkpoint import load, read_headers, save_hf, source_of
 from kvjax.models import Decoder, Mixture, UnsupportedModelError, config_from_hf
-from tests.models.configs import FULL, GEMMA4, SLIDING
+from tests.models.configs import FULL, GEMMA3, GEMMA4, SLIDING
 from tests.models.plain import logits
 from tests.tiny import hybrid, latents
 
@@ -156,6 +156,26 @@ def test_gemma4_as_it_is_published(tmp_path):
     save_file(tensors | unread, tmp_path / "model.safetensors")
     read, _ = load(tmp_path)
     assert read.config == config
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(read), jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_gemma3_as_it_is_published(tmp_path, prefix):
+    """By Google, and under the names of the modules of transformers 5."""
+    params = Decoder(config_from_hf(GEMMA3), nnx.Rngs(0))
+    save_hf(params, tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    nested = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    nested |= {"vision_config": {"image_size": 896}, "mm_tokens_per_image": 256, "eos_token_id": [1, 6]}
+    nested |= {"boi_token_index": 7, "eoi_token_index": 8, "image_token_index": 9}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    tensors = load_file(tmp_path / "model.safetensors")
+    named = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+    other = prefix.partition("language_model.")[0]
+    unread = {f"{other}{name}": np.ones((2, 2), np.float32) for name in ("vision_tower.a", "multi_modal_projector.b")}
+    save_file(named | unread, tmp_path / "model.safetensors")
+    read, _ = load(tmp_path)
+    assert (read.config, read.card.end_tokens) == (params.config, (1, 6))
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(read), jax.tree.leaves(params))
 
 
