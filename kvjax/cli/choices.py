@@ -18,11 +18,7 @@ class Choice(NamedTuple):
 
 
 CHOICES = (
-    Choice("a prompt that ends with its question", "dynamickv:budget={budget}"),
-    Choice(
-        "a prompt that ends with its question, and the answer quotes numbers or names",
-        "snapkv:budget={budget},kernel=31,pool=avg",
-    ),
+    Choice("a prompt that ends with its question", "snapkv:budget={budget},kernel=31,pool=avg"),
     Choice("a question that comes after its text is compressed", "kvzip:budget={budget}"),
     Choice("a question that comes after, from one reading of the text", "leverage_score:budget={budget}"),
     Choice("a question that comes after, with gates trained for the model", "fastkvzip:budget={budget},recent=16"),
