@@ -159,6 +159,23 @@ def test_gemma4_as_it_is_published(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(read), jax.tree.leaves(params))
 
 
+def test_gemma_3_4b():
+    """The fields of google/gemma-3-4b-it that describe its text decoder, which rely on transformers' defaults."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = config_from_hf({"model_type": "gemma3", "text_config": text, "mm_tokens_per_image": 256})
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262_208, 8, 4, 256)
+    assert config.windows[:6] == (1024,) * 5 + (None,)
+    assert config.tie_embeddings
+    assert (config.rope.theta, config.window_rope.theta) == (1e6, 1e4)
+
+
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_gemma3_as_it_is_published(tmp_path, prefix):
     """By Google, and under the names of the modules of transformers 5."""

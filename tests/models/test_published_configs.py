@@ -18,23 +18,6 @@ SMOLLM3 = {
 }
 
 
-def test_gemma_3_4b():
-    """The fields of google/gemma-3-4b-it that describe its text decoder, which rely on transformers' defaults."""
-    text = {
-        "hidden_size": 2560,
-        "intermediate_size": 10_240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    }
-    config = config_from_hf({"model_type": "gemma3", "text_config": text, "mm_tokens_per_image": 256})
-    assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262_208, 8, 4, 256)
-    assert config.windows[:6] == (1024,) * 5 + (None,)
-    assert config.tie_embeddings
-    assert (config.rope.theta, config.window_rope.theta) == (1e6, 1e4)
-
-
 def test_phi_4_mini():
     """The fields of microsoft/Phi-4-mini-instruct that describe the model."""
     factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
