@@ -110,7 +110,7 @@ def test_a_sample_has_the_largest_lots_in_any_pieces():
     @jax.jit
     def sampled(q):
         nothing = jnp.zeros((2, 2, 0, 4))
-        _, state = score.init(shape, 0)
+        _, state = score.init(shape)
         for part in (slice(0, 7), slice(7, 8), slice(8, 20)):
             entries = Slots(nothing, nothing, nothing[..., 0], jnp.zeros((2, 2)), None, state)
             at = positions[:, part]

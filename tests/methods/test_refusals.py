@@ -148,7 +148,7 @@ REFUSED = {
         ("budget=8,window=8", "budget of 8 .*9 or more"),
     ],
     "rkv": [
-        ("kernel=4", "size=4: expected an odd integer"),
+        ("kernel=4", "kernel=4: expected an odd integer"),
         ("budget=128", "a budget of 128 entries: expected "),
     ],
     "roco": [
@@ -164,7 +164,7 @@ REFUSED = {
         ("budget=200", r"expected 256 or more, which is recent=128 \+ every=128"),
     ],
     "vase": [
-        ("kernel=2", "size=2: expected an odd integer"),
+        ("kernel=2", "kernel=2: expected an odd integer"),
         ("budget=100", "a budget of 100 entries: expected "),
     ],
 }
