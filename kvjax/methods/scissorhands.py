@@ -18,7 +18,7 @@ from kvjax.cache import Slots
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common import query_bits
-from .common.budgets import budget_of
+from .common.budgets import budget_of, share_of
 from .common.refusals import check_first_rotation
 from .registry import preset
 
@@ -90,5 +90,5 @@ def scissorhands(budget: int = 1024, window: int = 400, recent: int = 10, drop: 
         score=Neglect(window),
         budget=budget_of(budget),
         protect=Protect(recent=recent),
-        every=max(1, int(budget * drop + 1e-9)),  # 0.29 of 100 is 29
+        every=max(1, share_of(drop, budget)),
     )

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class LayerShape(NamedTuple):
-    """The sizes of a layer, from which a part lays out its state."""
+    """The sizes of a layer, from which a part lays out its state.
+
+    `slots` are those of the entries, and 0 where nothing is laid out per slot. `Policy.with_state` sets it.
+    """
 
     batch: int
     heads: int
