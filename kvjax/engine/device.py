@@ -79,7 +79,7 @@ class Device:
         A GPU or TPU loads a program when it runs first, so prompts of every class are read that take one chunk.
         """
         read, start = complete(self._reader.prompts([example.prompt])), self._plans.everywhere(example.start)
-        self.resident: Resident = self._programs.run("idle", read.cache, read.logits, start)
+        self.resident: Resident = self._programs.run("idle", read.cache, start)
         reads = {1: read}
         for count, size in () if self._on_cpu else self._plans.sizes.reads:
             if size <= self._plans.sizes.chunk:

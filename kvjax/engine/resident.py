@@ -64,20 +64,17 @@ class Resident:
     limits: Int[Array, "B"]
 
     @classmethod
-    def begin(
-        cls, cache: KVCache, logits: Float[Array, "B V"], start: Start, *, size: int, guides: RowGuides | None = None
-    ) -> Resident:
-        """Rows whose prompts have been read, with the first token of each answer.
-
-        Args:
-            size: the most tokens that any answer can have.
-            guides: of the first tokens, if there are any.
-        """
+    def begin(cls, cache: KVCache, start: Start, *, size: int) -> Resident:
+        """Rows whose prompts have been read, before the first token of each answer. `size` bounds all answers."""
         # The key that `generate` gives to a batch of one row.
         keys = jax.vmap(lambda seed: jax.random.split(jax.random.key(seed), 1)[0])(start.seed)
         sampling = Sampling(start.sampler, start.ends, keys, start.seen, start.suppressed)
         answers = Answers.begin(sampling, size=size, log_probs=True, put=jnp.asarray)
-        return cls(Decoding(cache, answers).take(logits, guides), start.limit).within_limits()
+        return cls(Decoding(cache, answers), start.limit)
+
+    def take(self, logits: Float[Array, "B V"], guides: RowGuides | None = None) -> Resident:
+        """The same rows with the next token of every active one, in which its guide has a part if there are any."""
+        return replace(self, decoding=self.decoding.take(logits, guides)).within_limits()
 
     def within_limits(self) -> Resident:
         """The same rows, of which those are active whose answers may go on."""
@@ -90,7 +87,8 @@ class Resident:
 
     def advance(self, params: Decoder) -> Resident:
         """One token for every active row."""
-        return replace(self, decoding=self.decoding.advance(params)).within_limits()
+        logits, decoding = self.decoding.step(params)
+        return replace(self, decoding=decoding).take(logits)
 
     def with_slots(self, slots: tuple[int, ...]) -> Resident:
         """The same rows, whose layers have these numbers of slots, which are not below those that they have."""
@@ -122,9 +120,9 @@ class Resident:
 
 
 @partial(jax.jit, static_argnames=("rows", "size"))
-def idle(cache: KVCache, logits: Float[Array, "B V"], start: Start, *, rows: int, size: int) -> Resident:
+def idle(cache: KVCache, start: Start, *, rows: int, size: int) -> Resident:
     """Rows that are not active. They hold copies of a row that has been read, because no array may be undefined."""
-    one = Resident.begin(cache, logits, start, size=size)
+    one = Resident.begin(cache, start, size=size)
 
     def copied(one: Resident) -> Resident:
         copies = jax.tree.map(lambda x: jnp.repeat(x, rows // start.limit.size, axis=0), one)
@@ -147,7 +145,7 @@ def admit(
     On a mesh each part of the batch has read the prompts, and the devices that hold a row write it. The parts report
     the same: `Resident.report`, and of guided requests `most_probable_tokens` too.
     """
-    new = Resident.begin(cache, logits, start, size=resident.decoding.answers.tokens.shape[1], guides=guides)
+    new = Resident.begin(cache, start, size=resident.decoding.answers.tokens.shape[1]).take(logits, guides)
     report = new.report(jnp.zeros_like(start.limit), steps=1)
     return _on_devices(partial(_put, rows=rows), resident, new), report if guides is None else _with_top(report, logits)
 
@@ -261,7 +259,7 @@ def advance_guided(
     """
     before, resident = resident.decoding.answers.lengths, resident.wanted(wanted)
     logits, decoding = resident.decoding.step(jax.tree.unflatten(tree, leaves))
-    resident = replace(resident, decoding=decoding.take(logits, guides)).within_limits()
+    resident = replace(resident, decoding=decoding).take(logits, guides)
     return resident, _for_host(_with_top(resident.report(before, steps=1), logits), resident)
 
 
@@ -324,7 +322,7 @@ def compile_rows(
         guides: makes those of a number of rows; None if no row is guided.
     """
     rows, size = plans.sizes.rows, plans.sizes.max_new_tokens
-    one = reads[1].cache, reads[1].logits, plans.everywhere(start)
+    one = reads[1].cache, plans.everywhere(start)
     programs.add("idle", idle, *one, rows=rows, size=size)
     resident = jax.eval_shape(partial(idle, rows=rows, size=size), *one)
     if (mesh := plans.mesh) is not None:
