@@ -196,12 +196,14 @@ def test_demo_answers_draws_and_reports(tmp_path: Path, monkeypatch: pytest.Monk
         return results[-1]
 
     monkeypatch.setattr(answers, "answer", answering)
+    command = sys.modules["kvjax.cli.demo"]  # the package has the function of the same name
+    monkeypatch.setattr(command, "COMPRESSING", ("streaming_llm", "morphkv"))  # a policy takes five seconds to compile
     options = ("demo", "--length", 256, "--examples", 4, "--budget", 64, "--out", tmp_path / "new")
     status, stdout, stderr = kv(*options, "--json")
-    assert (status, [line for line in stderr.splitlines() if line and " of 6 policies, at " not in line]) == (0, [])
+    assert (status, [line for line in stderr.splitlines() if line and " of 3 policies, at " not in line]) == (0, [])
     document = json.loads(stdout)
     full, *others = document["cells"]
-    assert [cell["policy"] for cell in others] == ["streaming_llm", "h2o", "tova", "snapkv", "morphkv"]
+    assert [cell["policy"] for cell in others] == ["streaming_llm", "morphkv"]
     assert full["accuracy"] >= 0.75
     assert all(cell["budget"] == 64 and cell["kv_bytes"] < full["kv_bytes"] for cell in others)
     assert all(len(cell["correct"]) == 4 for cell in document["cells"])

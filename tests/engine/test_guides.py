@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,10 @@ import kvjax
 from kvjax.engine import Grammar, GrammarError, Guide
 from kvjax.models import Decoder
 from tests.serve.fuzzing import tokenizer as of_bytes
-from tests.tiny import decoder, full_logits
+from tests.tiny import full_logits
 
 pytest.importorskip("llguidance", reason="llguidance is not installed (the extra `serve`)")
 
-VOCAB = 258
 WARM = kvjax.Sampler(temperature=1.0)
 SCHEMA = {
     "type": "object",
@@ -28,27 +26,15 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module")
-def params() -> Decoder:
-    return decoder(vocab=VOCAB)
-
-
-@pytest.fixture(scope="module")
-def engine(params: Decoder) -> Iterator[kvjax.Engine]:
-    options: Any = {"rows": 3, "max_prompt": 16, "max_new_tokens": 48, "chunk": 16}
-    with kvjax.Engine(params, tokenizer=of_bytes(), guided=True, steps_at_once=4, **options) as engine:
-        yield engine
-
-
 @pytest.mark.long
-def test_answers_follow_their_grammars_in_any_company(engine: kvjax.Engine, params: Decoder) -> None:
+def test_answers_follow_their_grammars_in_any_company(guided: kvjax.Engine, of_258: Decoder) -> None:
     """Each is the same again, and requests without a guide get what they get alone."""
     pattern = r"(ab|cde){2,4}/[0-9]+\."
     guides = [Guide(Grammar.regex(pattern)), Guide(Grammar.json_schema(SCHEMA)), None]
     asked = [(guide, seed) for seed in range(3) for guide in guides]
     runs = []
     for order in (asked, asked[::-1]):
-        handles = [engine.submit("né", sampler=WARM, seed=seed, guide=guide) for guide, seed in order]
+        handles = [guided.submit("né", sampler=WARM, seed=seed, guide=guide) for guide, seed in order]
         runs.append({(str(guide), seed): h.result() for (guide, seed), h in zip(order, handles, strict=True)})
     for one, again in zip(*map(lambda run: [run[key] for key in sorted(run)], runs), strict=True):
         np.testing.assert_array_equal(one.tokens, again.tokens)
@@ -65,25 +51,25 @@ def test_answers_follow_their_grammars_in_any_company(engine: kvjax.Engine, para
             assert 0 <= found["a"] <= 9
             texts.add(json.dumps(found))
         else:
-            alone = kvjax.generate(params, "né", tokenizer=of_bytes(), max_new_tokens=48, sampler=WARM, seed=seed)
+            alone = kvjax.generate(of_258, "né", tokenizer=of_bytes(), max_new_tokens=48, sampler=WARM, seed=seed)
             assert answer.tokens.tolist() == alone.tokens[0, : alone.lengths[0]].tolist()
     assert len(texts) > 3
 
 
-def test_a_grammar_ends_the_answer_without_end_tokens(engine: kvjax.Engine) -> None:
-    answer = engine.submit("a", guide=Guide(Grammar.regex("abc")), eos=()).result()
+def test_a_grammar_ends_the_answer_without_end_tokens(guided: kvjax.Engine) -> None:
+    answer = guided.submit("a", guide=Guide(Grammar.regex("abc")), eos=()).result()
     assert (answer.text, answer.finish, len(answer.tokens)) == ("abc", "end", 3)
-    more = engine.submit("a", guide=Guide(Grammar.regex("ab*")), eos=(), max_new_tokens=5).result()
+    more = guided.submit("a", guide=Guide(Grammar.regex("ab*")), eos=(), max_new_tokens=5).result()
     assert (more.text, more.finish) == ("abbbb", "length")  # the end token that the grammar allows is not the answer's
 
 
-def test_penalties_and_biases(engine: kvjax.Engine, params: Decoder) -> None:
+def test_penalties_and_biases(guided: kvjax.Engine, of_258: Decoder) -> None:
     """Against a loop over logits of the whole text."""
     guide = Guide(logit_bias={65: 3.0, 66: 2.5}, frequency_penalty=0.9, presence_penalty=0.4)
-    answer = engine.submit([1, 2, 3], guide=guide, eos=(), max_new_tokens=24, log_probs=True).result()
-    tokens, counts = [1, 2, 3], np.zeros(VOCAB)
+    answer = guided.submit([1, 2, 3], guide=guide, eos=(), max_new_tokens=24, log_probs=True).result()
+    tokens, counts = [1, 2, 3], np.zeros(258)
     for step, token in enumerate(answer.tokens.tolist()):
-        logits = full_logits(params, [np.array(tokens)], 32)[0][-1].astype(float)
+        logits = full_logits(of_258, [np.array(tokens)], 32)[0][-1].astype(float)
         log_prob = logits[token] - np.log(np.exp(logits).sum())
         assert answer.log_probs is not None
         np.testing.assert_allclose(answer.log_probs[step], log_prob, atol=1e-4)
@@ -92,15 +78,15 @@ def test_penalties_and_biases(engine: kvjax.Engine, params: Decoder) -> None:
         assert logits[token] > logits.max() - 1e-4, step
         tokens.append(token)
         counts[token] += 1
-    plain = engine.submit([1, 2, 3], eos=(), max_new_tokens=24).result()
+    plain = guided.submit([1, 2, 3], eos=(), max_new_tokens=24).result()
     assert len(set(answer.tokens.tolist())) > len(set(plain.tokens.tolist()))
 
 
-def test_top_log_probs(engine: kvjax.Engine, params: Decoder) -> None:
-    handle = engine.submit([1, 2, 3], guide=Guide(top_log_probs=4), eos=(), max_new_tokens=6)
+def test_top_log_probs(guided: kvjax.Engine, of_258: Decoder) -> None:
+    handle = guided.submit([1, 2, 3], guide=Guide(top_log_probs=4), eos=(), max_new_tokens=6)
     tokens = [1, 2, 3]
     for token in handle.tokens():
-        logits = full_logits(params, [np.array(tokens)], 16)[0][-1].astype(float)
+        logits = full_logits(of_258, [np.array(tokens)], 16)[0][-1].astype(float)
         order = np.argsort(-logits)[:4]
         assert [i for i, _ in token.top] == order.tolist()
         assert token.top[0][0] == token.id
@@ -110,26 +96,26 @@ def test_top_log_probs(engine: kvjax.Engine, params: Decoder) -> None:
     assert len(handle.result().top) == 6
 
 
-def test_scores_of_a_prompt(engine: kvjax.Engine, params: Decoder) -> None:
+def test_scores_of_a_prompt(guided: kvjax.Engine, of_258: Decoder) -> None:
     """Against logits of the whole prompt, and the answer that follows is that of the prompt."""
     prompt = np.random.default_rng(0).integers(0, 256, 14).tolist()
-    handle = engine.submit(prompt, guide=Guide(echo=True), eos=(), max_new_tokens=5, log_probs=True)
+    handle = guided.submit(prompt, guide=Guide(echo=True), eos=(), max_new_tokens=5, log_probs=True)
     answer = handle.result()
     assert answer.tokens[:13].tolist() == prompt[1:] == handle.echoed[1:].tolist()
-    assert answer.tokens[13:].tolist() == engine.submit(prompt, eos=(), max_new_tokens=5).result().tokens.tolist()
-    logits = full_logits(params, [np.array(prompt)], 16)[0].astype(float)
+    assert answer.tokens[13:].tolist() == guided.submit(prompt, eos=(), max_new_tokens=5).result().tokens.tolist()
+    logits = full_logits(of_258, [np.array(prompt)], 16)[0].astype(float)
     expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     assert answer.log_probs is not None
     np.testing.assert_allclose(answer.log_probs[:13], expected[np.arange(13), prompt[1:]], atol=1e-4)
     with pytest.raises(ValueError, match="the prompt has the end token 257"):
-        engine.submit([1, 257], guide=Guide(echo=True), max_new_tokens=4)
+        guided.submit([1, 257], guide=Guide(echo=True), max_new_tokens=4)
     with pytest.raises(kvjax.engine.TooLongError, match="its answer has 60 tokens: expected at most max_new_tokens=48"):
-        engine.submit(prompt, guide=Guide(echo=True), eos=(), max_new_tokens=47)
+        guided.submit(prompt, guide=Guide(echo=True), eos=(), max_new_tokens=47)
 
 
-def test_steps_without_guides_are_those_of_before(engine: kvjax.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_guides_are_those_of_before(guided: kvjax.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second form of the programs runs while a row has a guide, and no longer."""
-    programs = engine._loop._device._programs
+    programs = guided._loop._device._programs
     names, run = [], programs.run
 
     def noted(name: str, *args: Any) -> Any:
@@ -137,12 +123,12 @@ def test_steps_without_guides_are_those_of_before(engine: kvjax.Engine, monkeypa
         return run(name, *args)
 
     monkeypatch.setattr(programs, "run", noted)
-    engine.submit("a", max_new_tokens=9, eos=()).result()
+    guided.submit("a", max_new_tokens=9, eos=()).result()
     assert {name for name in names if "guided" in str(name)} == set()
-    engine.submit("a", max_new_tokens=9, eos=(), guide=Guide(top_log_probs=1)).result()
+    guided.submit("a", max_new_tokens=9, eos=(), guide=Guide(top_log_probs=1)).result()
     assert {"admit guided 1", "advance guided"} <= set(names)
     names.clear()
-    engine.submit("a", max_new_tokens=9, eos=()).result()
+    guided.submit("a", max_new_tokens=9, eos=()).result()
     assert {name for name in names if "guided" in str(name)} == set()
 
 
@@ -155,9 +141,9 @@ def test_steps_without_guides_are_those_of_before(engine: kvjax.Engine, monkeypa
         ({"grammar": Grammar.json_schema({"if": {}})}, "Unimplemented keys"),
     ],
 )
-def test_requests_that_are_refused(engine: kvjax.Engine, options: Any, said: str) -> None:
+def test_requests_that_are_refused(guided: kvjax.Engine, options: Any, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        engine.submit("a", guide=Guide(**options))
+        guided.submit("a", guide=Guide(**options))
 
 
 @pytest.mark.parametrize(
@@ -175,16 +161,16 @@ def test_guides_that_are_refused(options: Any, said: str) -> None:
         Guide(**options)
 
 
-def test_an_answer_that_cannot_go_on(engine: kvjax.Engine) -> None:
+def test_an_answer_that_cannot_go_on(guided: kvjax.Engine) -> None:
     """It fails alone: the grammar goes on with an end token, and the answer has none."""
-    broken = engine.submit("a", guide=Guide(Grammar.lark('start: "a" <[257]> "b"')), eos=())
-    fine = engine.submit("a", max_new_tokens=4, eos=())
+    broken = guided.submit("a", guide=Guide(Grammar.lark('start: "a" <[257]> "b"')), eos=())
+    fine = guided.submit("a", max_new_tokens=4, eos=())
     with pytest.raises(GrammarError, match="cannot follow its grammar"):
         broken.result()
     assert len(fine.result().tokens) == 4
 
 
-def test_engines_that_are_not_guided(engine: kvjax.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_grammars", None)
+def test_engines_that_are_not_guided(guided: kvjax.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guided, "_grammars", None)
     with pytest.raises(ValueError, match=r"expected a Guide, and Engine\(..., guided=True\)"):
-        engine.submit("a", guide=Guide(top_log_probs=1))
+        guided.submit("a", guide=Guide(top_log_probs=1))

@@ -10,7 +10,6 @@ import pytest
 
 import kvjax
 from kvjax.engine import Answer, Grammar, Guide
-from tests.engine.test_guides import VOCAB
 from tests.serve.fuzzing import tokenizer as of_bytes
 from tests.tiny import decoder
 
@@ -18,7 +17,7 @@ from tests.tiny import decoder
 @pytest.mark.slow
 def test_as_on_one_device() -> None:
     pytest.importorskip("llguidance", reason="llguidance is not installed (the extra `serve`)")
-    params, answers = decoder(vocab=VOCAB), list[list[Answer]]()
+    params, answers = decoder(vocab=258), list[list[Answer]]()
     options: Any = {"rows": 4, "max_prompt": 16, "max_new_tokens": 24, "chunk": 16, "guided": True}
     guides = [Guide(Grammar.regex("(ab|cd)+[0-9]"), top_log_probs=2), Guide(logit_bias={65: 2.0}), None]
     for placed in (params, kvjax.shard(params, kvjax.make_mesh(2, 2, devices=jax.devices()[:4]))):

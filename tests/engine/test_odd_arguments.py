@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,38 +13,30 @@ import kvjax
 from kvjax.engine import Engines, Grammar, GrammarError, Guide
 from tests.patience import PATIENCE
 from tests.request.test_odd_arguments import ODD, refused
-from tests.serve.fuzzing import tokenizer as of_bytes
 from tests.tiny import decoder
 
 SIZES: Any = {"rows": 2, "max_prompt": 16, "max_new_tokens": 3, "chunk": 16}
 MORE = (*ODD, [np.array(3)], [jnp.int32(3)], (np.int64(3),), jnp.array([1, 2]), [[1, 2], [3]], np.uint8(3), 10**400)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[kvjax.Engine]:
-    params = decoder(vocab=258)
-    with kvjax.Engine(params, "h2o:budget=12", **SIZES, tokenizer=of_bytes(), guided=True) as engine:
-        yield engine
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*inspect.signature(kvjax.Engine.submit).parameters][1:])
-def test_submit(engine: kvjax.Engine, name: str) -> None:
+def test_submit(guided: kvjax.Engine, name: str) -> None:
     def ask(**given: Any) -> None:
         prompt = given.pop("prompt", [1, 2])
-        engine.submit(prompt, **given).result(timeout=PATIENCE)
+        guided.submit(prompt, **given).result(timeout=PATIENCE)
 
     messages = [refused(ask, {name: value}) for value in MORE]
     assert any(messages)
     assert all(message is None or len(message) < 1500 for message in messages)
-    assert engine.stats().rows_busy == engine.stats().queue == 0
+    assert guided.stats().rows_busy == guided.stats().queue == 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", inspect.signature(Guide).parameters)
-def test_guides(engine: kvjax.Engine, name: str) -> None:
+def test_guides(guided: kvjax.Engine, name: str) -> None:
     def ask(value: Any) -> None:
-        engine.submit([1, 2], guide=Guide(**{name: value})).result(timeout=PATIENCE)
+        guided.submit([1, 2], guide=Guide(**{name: value})).result(timeout=PATIENCE)
 
     assert any([refused(ask, {"value": value}) for value in MORE])
 
@@ -69,20 +60,20 @@ def test_guides(engine: kvjax.Engine, name: str) -> None:
         (lambda engine: engine.submit([1]).result("soon"), "timeout='soon': expected a number of seconds, or None"),
     ],
 )
-def test_what_is_expected(engine: kvjax.Engine, call: Any, message: str) -> None:
+def test_what_is_expected(guided: kvjax.Engine, call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call(engine)
+        call(guided)
 
 
-def test_numbers_of_numpy_and_jax(engine: kvjax.Engine) -> None:
+def test_numbers_of_numpy_and_jax(guided: kvjax.Engine) -> None:
     def tokens(prompt: Any, **options: Any) -> list[int]:
-        return engine.submit(prompt, **options).result(timeout=np.float32(PATIENCE)).tokens.tolist()
+        return guided.submit(prompt, **options).result(timeout=np.float32(PATIENCE)).tokens.tolist()
 
     expected = tokens([1, 2], eos=[3], seed=7)
     for ends in ([np.array(3)], [jnp.int32(3)], np.array([3]), jnp.array(3), np.int64(3)):
         assert tokens((np.int64(1), np.int64(2)), eos=ends, seed=np.uint8(7)) == expected
     assert [
-        handle.result(timeout=float("inf")).tokens.tolist() for handle in engine.submit_all([[1, 2]], np.array([7]))
+        handle.result(timeout=float("inf")).tokens.tolist() for handle in guided.submit_all([[1, 2]], np.array([7]))
     ]
 
 

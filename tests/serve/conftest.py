@@ -11,13 +11,11 @@ import kvjax
 from kvjax.models import Decoder
 from kvjax.serve import Settings
 from tests.patience import PATIENCE
-from tests.serve.serving import KEY, POLICY, Serving, only, served
+from tests.serve.serving import KEY, POLICY, SIZES, Serving, only, served
 
 
 @pytest.fixture(scope="session")
 def serving(shallow: Decoder, talker: Any) -> Iterator[Serving]:
     settings = Settings(api_key=KEY, max_body=20_000, timeout=PATIENCE, body_timeout=4)
-    with kvjax.Engine(
-        shallow, POLICY, rows=3, max_prompt=32, max_new_tokens=512, tokenizer=talker, max_queue=4, guided=True
-    ) as engine:
+    with kvjax.Engine(shallow, POLICY, **SIZES, tokenizer=talker, max_queue=4, guided=True) as engine:
         yield from served(only(engine), settings)

@@ -18,7 +18,9 @@ from kvjax.serve import Model, Models, Settings, application, listen
 from kvjax.serve.server import configured
 from tests.patience import PATIENCE
 
+# Engines with this policy and these sizes share what is compiled.
 POLICY = "morphkv:budget=16,window=4"
+SIZES: Any = {"rows": 3, "max_prompt": 16, "max_new_tokens": 512}
 KEY = "secret"
 GOOD = {"model": "tiny", "prompt": "ba", "max_tokens": 2}
 CHAT: Any = {"model": "tiny", "messages": [{"role": "user", "content": "ba"}], "max_tokens": 2}

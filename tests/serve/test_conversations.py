@@ -10,9 +10,8 @@ import pytest
 
 import kvjax
 from kvjax.models import Decoder
-from tests.serve.serving import Serving, metrics, only, served
+from tests.serve.serving import POLICY, SIZES, Serving, metrics, only, served
 
-POLICY = "h2o:budget=12"
 ASK: Any = {"model": "tiny", "temperature": 0, "max_tokens": 6}
 
 
@@ -28,8 +27,7 @@ def test_later_turns(shallow: Decoder, talker: Any) -> None:
     said = [3, 1, 4, *begun.tokens[0].tolist(), 5, 9]
     later = kvjax.generate(shallow, [5, 9], cache=begun.cache, max_new_tokens=6, eos=(), tokenizer=talker)
     whole = kvjax.generate(shallow, said, policy=POLICY, max_new_tokens=6, eos=(), tokenizer=talker)
-    sizes = {"rows": 2, "max_prompt": 24, "max_new_tokens": 128, "chunk": 16}
-    with kvjax.Engine(shallow, POLICY, **sizes, tokenizer=talker, conversation_memory="1MB") as engine:
+    with kvjax.Engine(shallow, POLICY, **SIZES, tokenizer=talker, conversation_memory="1MB") as engine:
         for serving in served(only(engine, POLICY)):
             ask = partial(asked, serving)
             assert ask([3, 1, 4]) == (begun.text, 0)
@@ -39,7 +37,7 @@ def test_later_turns(shallow: Decoder, talker: Any) -> None:
             *_, last = serving.client.completions.create(**ASK, prompt=said, stream=True, extra_body=options)
             assert last.usage.prompt_tokens_details.cached_tokens == 8
             longer = [*said, *later.tokens[0].tolist(), *[7] * 10]
-            assert len(longer) > 24
+            assert len(longer) > SIZES["max_prompt"]
             assert ask(longer)[1] == len(said) + 5
             with pytest.raises(openai.BadRequestError) as told:
                 ask(longer, cache_prompt=False)

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.models import Decoder
 from kvjax.serve import Settings
-from tests.serve.serving import GOOD, KEY, POLICY, only, send, served
+from tests.serve.serving import GOOD, KEY, POLICY, SIZES, only, send, served
 
 
 @pytest.mark.long
@@ -20,7 +20,7 @@ def test_an_engine_that_has_failed(
     def broken(*_: Any) -> None:
         raise ValueError("secret of the device")
 
-    with kvjax.Engine(shallow, POLICY, rows=3, max_prompt=32, max_new_tokens=512, tokenizer=talker) as engine:
+    with kvjax.Engine(shallow, POLICY, **SIZES, tokenizer=talker) as engine:
         for serving in served(only(engine), Settings(api_key=KEY, timeout=math.inf)):
             assert send(serving, "/v1/completions", GOOD)[0] == 200
             monkeypatch.setattr(engine._loop._device, "advance", broken)

@@ -13,12 +13,11 @@ import kvjax
 from kvjax.engine import Engines
 from kvjax.models import Decoder
 from kvjax.serve import Model, Models, models_of, named_policies
-from tests.serve.serving import Serving, metrics, only, send, served
+from tests.serve.serving import POLICY, SIZES, Serving, metrics, only, send, served
 
-POLICIES = {"h2o": "h2o:budget=12", "window": "streaming_llm:budget=6,sinks=1"}
-SIZES: dict[str, Any] = {"rows": 2, "max_prompt": 24, "max_new_tokens": 128, "chunk": 16}
+POLICIES = {"morphkv": POLICY, "window": "streaming_llm:budget=6,sinks=1"}
 ASK: Any = {"temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
-PROMPT = [3, 1, 4] * 7
+PROMPT = [3, 1, 4] * 5
 
 
 @dataclass
@@ -52,7 +51,7 @@ def test_each_policy_answers(several: Serving, shallow: Decoder, talker: Any) ->
             assert event.model == f"tiny@{name}"
     assert texts[0] != texts[1], "the policies are too much alike for this test"
     plain = asked(several, "tiny")
-    assert (plain.choices[0].text, plain.model) == (texts[0], "tiny@h2o")
+    assert (plain.choices[0].text, plain.model) == (texts[0], "tiny@morphkv")
 
 
 @pytest.mark.long
@@ -61,17 +60,17 @@ def test_the_list(several: Serving) -> None:
     expected = [(f"tiny@{name}", policy) for name, policy in POLICIES.items()]
     assert [(one.id, (one.model_extra or {})["policy"]) for one in listed] == expected
     assert several.client.models.retrieve("tiny@window").id == "tiny@window"
-    assert several.client.models.retrieve("tiny").id == "tiny@h2o"
+    assert several.client.models.retrieve("tiny").id == "tiny@morphkv"
     for name, policy in POLICIES.items():
         stats = send(several, f"/stats?model=tiny@{name}")[1]
         assert (stats["model"], stats["policy"]) == (f"tiny@{name}", policy)
-    assert send(several, "/stats")[1]["model"] == "tiny@h2o"
+    assert send(several, "/stats")[1]["model"] == "tiny@morphkv"
     assert send(several, "/tokenize", {"prompt": "ba"})[0] == 200
 
 
 def test_unknown_names(several: Serving) -> None:
     for name in ("tiny@full", "tiny@", "window", "TINY"):
-        with pytest.raises(openai.NotFoundError, match="expected 'tiny@h2o' or 'tiny' or 'tiny@window'") as told:
+        with pytest.raises(openai.NotFoundError, match="expected 'tiny@morphkv' or 'tiny' or 'tiny@window'") as told:
             asked(several, name)
         assert (told.value.code, told.value.param) == ("model_not_found", "model")
         assert send(several, f"/stats?model={name}")[0] == 404
@@ -94,11 +93,11 @@ def test_metrics(several: Serving) -> None:
 
 def test_conversations_are_those_of_one_policy(several: Serving, shallow: Decoder) -> None:
     begun = [9, 8, 7]
-    said = kvjax.generate(shallow, begun, policy=POLICIES["h2o"], max_new_tokens=6, eos=()).tokens[0].tolist()
-    asked(several, "tiny@h2o", begun)
+    said = kvjax.generate(shallow, begun, policy=POLICIES["morphkv"], max_new_tokens=6, eos=()).tokens[0].tolist()
+    asked(several, "tiny@morphkv", begun)
     cached = [
         asked(several, name, [*begun, *said, 5, 9]).usage.prompt_tokens_details.cached_tokens
-        for name in ("tiny@window", "tiny@h2o")
+        for name in ("tiny@window", "tiny@morphkv")
     ]
     assert cached == [0, 8]
 
