@@ -95,7 +95,7 @@ POLICY_PARAMS = part(POLICIES, DISTINCT)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The first n cases of a test marked `slow(first=n)` are not slow, and those of `long(first=n)` not long.
 
-    EXHAUSTIVE=k/n leaves out all tests marked exhaustive but the k-th part of n, and SLOW=k/n does so of slow tests.
+    EXHAUSTIVE=k/n leaves out all tests marked exhaustive but the k-th part of n. SLOW=k/n and LONG=k/n do so of theirs.
     """
     left: dict[tuple[str, str], int] = {}
     for item in items:
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if left[name] and not item.get_closest_marker("exhaustive"):
                 left[name] -= 1
                 item.own_markers.remove(mark)
-    parts = [(name, *map(int, os.environ.get(name.upper(), "0/1").split("/"))) for name in ("exhaustive", "slow")]
+    parts = [(name, *map(int, os.environ.get(name.upper(), "0/1").split("/"))) for name in ("exhaustive", "slow", "long")]
 
     def is_of_another_part(item: pytest.Item) -> bool:
         number = crc32(item.nodeid.encode())
