@@ -105,7 +105,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if left[name] and not item.get_closest_marker("exhaustive"):
                 left[name] -= 1
                 item.own_markers.remove(mark)
-    parts = [(name, *map(int, os.environ.get(name.upper(), "0/1").split("/"))) for name in ("exhaustive", "slow", "long")]
+    parts = [
+        (name, *map(int, os.environ.get(name.upper(), "0/1").split("/"))) for name in ("exhaustive", "slow", "long")
+    ]
 
     def is_of_another_part(item: pytest.Item) -> bool:
         number = crc32(item.nodeid.encode())

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvjax.checks import bytes_text
 from kvjax.cli.choices import CHOICES
-from kvjax.cli.console import numbers_table, print_json
+from kvjax.cli.console import numbers_table, print_json, show_warning
 from kvjax.cli.costs import footprint_of, left_out, presets, recommended
 from kvjax.cli.loading import read_model
 from kvjax.cli.options import AsJson, Mesh, Model, NewTokens
@@ -59,6 +59,7 @@ def info(
     from kvjax.pallas_kernels import implementations
     from kvjax.plan import bytes_per_device
     from kvjax.policy import named
+    from kvjax.request.positions import beyond
     from kvjax.runtime.memory import device_memory
 
     config, card, parameters, stored, held = read_model(path, dtype)
@@ -93,6 +94,8 @@ def info(
                         "rows": fits,
                     }
                 )
+    if (told := beyond(config, max(lengths), "a prompt reaches")) is not None:
+        show_warning(told)
     document: dict[str, Any] = {
         "path": str(path),
         "family": config.family,

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvjax.checks import bytes_text, counted
-from kvjax.cli.console import numbers_table, print_json
+from kvjax.cli.console import numbers_table, print_json, show_warning
 from kvjax.cli.costs import footprint_of, recommended
 from kvjax.cli.loading import read_model
 from kvjax.cli.options import AsJson, Model, NewTokens, as_size
@@ -42,6 +42,7 @@ def plan(
     from kvjax import policies
     from kvjax.engine.memory import bytes_of, together
     from kvjax.policy import named
+    from kvjax.request.positions import beyond
 
     most = _own_memory() if memory is None else bytes_of(memory)
     for text in policy or ():
@@ -65,6 +66,8 @@ def plan(
                     "rows": footprint.rows_within(most),
                 }
             )
+    if (told := beyond(config, max_prompt + max_new_tokens, "requests may reach")) is not None:
+        show_warning(told)
     of_each = together(footprints).rows_within(most) if policy and len(policy) > 1 else None
     if as_json:
         asked = {"max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "chunk": chunk}

@@ -23,6 +23,7 @@ from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens, default_ends
+from kvjax.request.positions import beyond
 from kvjax.request.prompts import Prompt
 from kvjax.runtime.memory import device_memory
 from kvjax.runtime.modes import own_modes
@@ -143,12 +144,8 @@ class Engine:
         self.params, self.tokenizer = params, tokenizer
         self.policy, self.sizes = plans.policy, plans.sizes
         self.ends = default_ends(params, tokenizer)
-        if (longest := max_prompt + max_new_tokens) > config.max_positions:
-            warnings.warn(
-                f"requests may reach position {longest} and the model was trained for {config.max_positions} "
-                f"({config.rope}); RoPE extrapolates beyond that, but answers usually degrade",
-                stacklevel=3,
-            )
+        if (told := beyond(config, max_prompt + max_new_tokens, "requests may reach")) is not None:
+            warnings.warn(told, stacklevel=3)
         self.footprint = Footprint.of(config, plans, weights_per_device(params))
         devices = params.embed[...].sharding.addressable_devices
         most = device_memory(devices) if memory is None else bytes_of(memory)

@@ -30,6 +30,7 @@ from kvjax.reading.replays import encoded_texts
 from kvjax.reading.room import Compress, check_reading, ending
 from kvjax.request.chat import TemplateOptions, check_template_options
 from kvjax.request.ends import EndTokens, default_ends, end_tokens
+from kvjax.request.positions import beyond
 from kvjax.request.prompts import Prompt, rows_of
 
 ANSWERING = 2  # programs: the first token, and the others
@@ -133,12 +134,8 @@ class Request:
                 cache = cache.for_prompts(fetch(cache.length) + batch.lengths)
         limit = 0 if answer is None else int(answer.max_new_tokens)
         longest = int(np.max(fetch(cache.length) + batch.lengths)) + limit
-        if longest > config.max_positions:
-            warnings.warn(
-                f"the request reaches position {longest} and the model was trained for {config.max_positions} "
-                f"({config.rope}); RoPE extrapolates beyond that, but answers usually degrade",
-                stacklevel=4,  # the caller of a public function, which `own_modes` wraps
-            )
+        if (told := beyond(config, longest, "the request reaches")) is not None:
+            warnings.warn(told, stacklevel=4)  # the caller of a public function, which `own_modes` wraps
         return cls(batch, cache, texts, chunk, compress, room_for(limit), sampling)
 
 

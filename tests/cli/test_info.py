@@ -281,3 +281,23 @@ def test_info_downloads_the_config_only(model: str, tmp_path: Path, monkeypatch:
     status, stdout, _ = kv("info", "some/model", "--json")
     assert (status, asked) == (0, [("some/model", ["config.json", "generation_config.json"])])
     assert json.loads(stdout)["parameters"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        (("info", "--length", 129), "a prompt reaches position 129 and the model was trained for 128"),
+        (("info", "--length", 128), ""),
+        (
+            ("plan", "--max-prompt", 120, "--max-new-tokens", 9, "--memory", "1GB"),
+            "requests may reach position 129 and the model was",
+        ),
+        (("plan", "--max-prompt", 120, "--max-new-tokens", 8, "--memory", "1GB"), ""),
+    ],
+)
+def test_lengths_beyond_the_positions_of_the_model(model: str, options: tuple[str, ...], warned: str) -> None:
+    command, *more = options
+    status, _, stderr = kv(command, model, "--policy", "full", *more)
+    assert status == 0
+    assert ("warning" in stderr) == bool(warned)
+    assert warned in stderr
