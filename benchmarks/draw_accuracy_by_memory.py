@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import NullLocator
 
-from kvjax.evaluation.picture import COLOURS, MARKERS
+from kvjax.evaluation.picture import COLOURS, MARKERS, bars
 from kvjax.evaluation.report.results import CellResults, Column, Results, read_results
-from kvjax.evaluation.report.statistics import interval
+from kvjax.evaluation.report.statistics import Interval, interval
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RUNS = [DOCS / "results/leaderboard" / name for name in ("once", "shares")]
@@ -38,28 +38,31 @@ TITLE = "Nearly the same answers from a quarter of the cache"
 PAPER = "#fbfbf9"  # light, and less glaring than white on a dark page
 
 
-def place_of(cell: CellResults) -> tuple[float, float, float, float]:
-    """The megabytes of a cell's cache, and the mean of its answers with the ends of its interval, in percent."""
+def place_of(cell: CellResults) -> tuple[float, Interval]:
+    """The megabytes of a cell's cache, and the mean of its answers with its interval."""
     found = interval(cell, TASKS)
     assert found is not None, f"{cell.name} lacks answers"
     bytes_ = [line["kv_bytes"] for line in cell.lines if (line["task"], line["length"]) in TASKS]
-    return float(np.mean(bytes_)) / 1e6, 100 * found.mean, 100 * found.low, 100 * found.high
+    return float(np.mean(bytes_)) / 1e6, found
 
 
 def draw(axes: Any, results: Results) -> None:
     whole = results.full(QUESTION)
     assert whole is not None
-    megabytes, accuracy, *_ = place_of(whole)
+    megabytes, (accuracy, *_) = place_of(whole)
     for i, (policy, (budget, right, up, side)) in enumerate(NAMES.items()):
         cells = results.of(policy, QUESTION)
-        x, y, low, high = np.array([place_of(cell) for cell in cells]).T
+        x, intervals = zip(*map(place_of, cells), strict=True)
+        y = [100 * each.mean for each in intervals]
         colour, style = COLOURS[i], {"marker": MARKERS[i], "markeredgecolor": PAPER, "markersize": 12}
-        axes.errorbar(x, y, [y - low, high - y], color=colour, linewidth=3, elinewidth=2, **style)
+        axes.errorbar(x, y, bars(intervals), color=colour, linewidth=3, elinewidth=2, **style)
         at = next(i for i, cell in enumerate(cells) if cell.name.budget == budget)
         name = policy.removesuffix(", kvpress")
         axes.annotate(name, (x[at], y[at]), (right, up), textcoords="offset points", color=colour, ha=side, va="center")
-    axes.plot(megabytes, accuracy, color="0.25", marker="*", markersize=24, zorder=9)
-    axes.annotate("full cache", (megabytes, accuracy), (0, -16), textcoords="offset points", ha="center", va="top")
+    axes.plot(megabytes, 100 * accuracy, color="0.25", marker="*", markersize=24, zorder=9)
+    axes.annotate(
+        "full cache", (megabytes, 100 * accuracy), (0, -16), textcoords="offset points", ha="center", va="top"
+    )
     shade = np.minimum.outer(np.linspace(1, 0, 64), np.linspace(1, 0, 64))  # towards the upper left corner
     axes.imshow(
         shade, extent=(0, 0.45, 0.55, 1), transform=axes.transAxes, cmap="Greens", vmax=4, aspect="auto", zorder=0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -170,6 +171,7 @@ def _of_task(
     folder = None if grid.data is None else Path(grid.data)
     source = Source(tokenizer, length, grid.seed, folder=folder, **({} if limit is None else {"count": limit}))
     seen: set[str] = set()
+    count = -1
     try:
         for count, example in enumerate(task.examples(source)):
             if count == limit:
@@ -186,6 +188,10 @@ def _of_task(
                 yield replace(item, pieces=_pieces(item, tokenizer)) if count == 0 and task.shown else item
             except ValueError as error:
                 yield Refusal(task.name, length, example.id, str(error))
+        if count < 0:
+            yield Refusal(
+                task.name, length, None, "the task has no example, as of an empty file: expected at least one"
+            )
     except (ValueError, OSError, ImportError) as error:
         yield Refusal(task.name, length, None, str(error))
 
@@ -194,9 +200,10 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
     """Tokenizes an example. Context and questions are tokenized separately, so both settings have the same tokens.
 
     Raises:
-        ValueError: if the context or a question is empty, if the prompt is too long and must not be cut, or if the
-            grid requests a chat template that the tokenizer lacks.
+        ValueError: if the context or a question is empty, if the prompt is too long and must not be cut, if the grid
+            requests a chat template that the tokenizer lacks, or if the results file cannot have what it records.
     """
+    _check_recorded(example)
     chat = grid.chat and task.chat
     if chat and not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat: true, but the model's tokenizer has no chat template; expected chat: false")
@@ -235,6 +242,18 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
         kept, cut = np.concatenate([ids[:front], mark, ids[ids.size - back :]]), ids.size - front - back
     refilled = grid.ends and (task.varied if grid.refill is None else grid.refill)
     return Item(task, length, example, kept, tuple(questions), new_tokens, cut, refilled)
+
+
+def _check_recorded(example: Example) -> None:
+    """Raises ValueError if a line of the results file, JSON in UTF-8, cannot have the answers and the facts."""
+    for question in example.questions:
+        for name, value in (("answers", question.answers), ("meta", {**example.meta, **question.meta})):
+            try:
+                json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{name}={shown(value)}: expected texts without lone surrogates") from None
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name}={shown(value)}: expected values of JSON ({error})") from None
 
 
 def _pieces(item: Item, tokenizer: Any) -> tuple[tuple[str, ...], ...]:

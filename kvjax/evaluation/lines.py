@@ -34,7 +34,8 @@ def key_of(line: Mapping[str, Any]) -> Key:
 
 def encoded(line: Mapping[str, Any]) -> bytes:
     """A line as JSON in UTF-8, with its line end."""
-    return (json.dumps(line, ensure_ascii=False) + "\n").encode()
+    # JSON escapes lone surrogates, of an id or an error, as Python does
+    return (json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def read_answer(data: bytes) -> Line:

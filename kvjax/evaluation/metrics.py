@@ -12,6 +12,7 @@ import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from decimal import Decimal
 from functools import cache
 from importlib import import_module
 from itertools import combinations
@@ -166,9 +167,12 @@ def concordance(prediction: str, reference: str) -> float:
     return sum(place[a] < place[b] for a, b in pairs) / len(pairs)
 
 
-def integers(text: str) -> list[int]:
-    """The integers in a text, separated by spaces and commas, after all other characters are removed."""
-    return [int(number) for number in re.sub(r"[^0-9\s,]", "", text).replace(",", " ").split()]
+def integers(text: str) -> list[Decimal]:
+    """The integers in a text, separated by spaces and commas, after all other characters are removed.
+
+    They are no `int`, which Python refuses to make of the thousands of digits that a model may repeat.
+    """
+    return [Decimal(number) for number in re.sub(r"[^0-9\s,]", "", text).replace(",", " ").split()]
 
 
 def count_words(text: str) -> int:

@@ -97,8 +97,9 @@ def accuracy_by_memory(path: str | os.PathLike[str], panels: Mapping[str, Sequen
         for i, place in enumerate(places):
             colour, x, y = COLOURS[i % len(COLOURS)], place.bytes / 1e6, 100 * place.score
             if not math.isnan(place.low):
-                bars = [[y - 100 * place.low], [100 * place.high - y]]
-                axes.errorbar([x], [y], bars, fmt="none", ecolor=colour, elinewidth=1.5, capsize=3, zorder=2)
+                axes.errorbar(
+                    [x], [y], bars([place[2:]]), fmt="none", ecolor=colour, elinewidth=1.5, capsize=3, zorder=2
+                )
             style = {"marker": MARKERS[i % len(MARKERS)], "markersize": 9, "markeredgecolor": "white"}
             axes.plot([x], [y], color=colour, linestyle="none", zorder=3 + i, **style)
             ends.append(End(place.name, x, y, colour))
@@ -110,6 +111,15 @@ def accuracy_by_memory(path: str | os.PathLike[str], panels: Mapping[str, Sequen
     drawn[0].set_ylabel(f"{score}, %")
     with new_file(path) as new:
         figure.savefig(new, dpi=150)
+
+
+def bars(intervals: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The lengths in percent of the bars below and above the points of intervals (mean, low, high).
+
+    A mean of equal scores may lie outside its interval by its last digit, and matplotlib refuses a negative length.
+    """
+    below = [max(0.0, 100 * (mean - low)) for mean, low, _ in intervals]
+    return [below, [max(0.0, 100 * (high - mean)) for mean, _, high in intervals]]
 
 
 class End(NamedTuple):

@@ -23,12 +23,12 @@ Function: TypeAlias = Callable[[str, list[str]], float]
 
 
 def exact(answer: str, answers: Sequence[str]) -> float:
-    """1 if the answer equals an expected one, up to case, spaces and a full stop at the end."""
+    """1 if the answer equals an expected one, up to case, spaces and a full stop at the end, "." or "。"."""
     return float(_plain(answer) in map(_plain, answers))
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.lower().split()).rstrip(" .")
+    return " ".join(text.lower().split()).rstrip(" .。")
 
 
 def f1(answer: str, answers: Sequence[str]) -> float:
@@ -37,7 +37,10 @@ def f1(answer: str, answers: Sequence[str]) -> float:
 
 
 def rouge(answer: str, answers: Sequence[str]) -> float:
-    """The largest ROUGE-L F1 over the expected answers, as SCROLLS defines it. Needs the extra `eval`."""
+    """The largest ROUGE-L F1 over the expected answers, as SCROLLS defines it. Needs the extra `eval`.
+
+    Its words are Latin letters and digits. `own.read_tasks` refuses answers without any, which would always score 0.
+    """
     return metrics.rouge(answer, answers)["rougeL"]
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from kvjax.evaluation.batches import ReadingBatch
+from kvjax.evaluation.report import page
 from kvjax.evaluation.report.results import read_results
 from kvjax.evaluation.runner import run
 from kvjax.policy import Policy
+from tests.evaluation.test_report import KEYS, NEEDLE, Marks, write
 from tests.evaluation.test_runner import GRID, plan, right
 
 SMALL = GRID.but(question="after", budgets=[0.5])
@@ -92,3 +94,10 @@ def test_a_backup_beside_the_results_does_not_count(tmp_path: Path) -> None:
     (found,) = read_results([tmp_path])
     (cell,) = found.cells.values()
     assert (cell.mean(found.columns), sum(took["answers"] for took in cell.timings)) == (1, 25)
+
+
+@pytest.mark.parametrize(("answers", "said"), [(3, False), (2, True)])
+def test_a_report_says_if_policies_answered_other_questions(answers: int, said: bool, tmp_path: Path) -> None:
+    marks: Marks = {("full", None): {KEYS: [[1]] * 3, NEEDLE: [[1]]}, ("h2o", 0.5): {KEYS: [[1]] * answers}}
+    text = page.write(tmp_path / "out", read_results([write(tmp_path / "run", marks)]), (), print)
+    assert ("**Some policies have answers to other questions of a task than others**" in text) == said

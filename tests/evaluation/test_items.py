@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +116,29 @@ def test_what_cannot_be_asked_is_reported_and_the_rest_asked(monkeypatch: pytest
     assert [r.reason for r in items(monkeypatch, GRID.but(chat=True), words, given[2:3]) if isinstance(r, Refusal)] == [
         "the tokenizer's chat template failed with TemplateError: no system message"
     ]
+
+
+def test_what_the_results_file_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = "what is adam :"
+    given = [
+        example("good", NAMES, asked, answer="é", level=1),
+        example("surrogate", NAMES, asked, answer="\ud83d"),
+        example("object", NAMES, asked, n=np.int64(1)),
+        example("nan", NAMES, asked, level=float("nan")),
+    ]
+    found = items(monkeypatch, GRID, tokenizer(), given)
+    with pytest.raises(ValueError, match="not JSON compliant") as why:
+        json.dumps(float("nan"), allow_nan=False)
+    assert [(one.id, one.reason) for one in found if isinstance(one, Refusal)] == [
+        ("surrogate", "answers=('\\ud83d',): expected texts without lone surrogates"),
+        ("object", "meta={'n': np.int64(1)}: expected values of JSON (Object of type int64 is not JSON serializable)"),
+        ("nan", f"meta={{'level': nan}}: expected values of JSON ({why.value})"),
+    ]
+
+
+def test_a_task_without_examples_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "the task has no example, as of an empty file: expected at least one"
+    assert items(monkeypatch, GRID, tokenizer(), []) == [Refusal("test/words", None, None, reason)]
 
 
 @pytest.mark.parametrize("shown", [True, False])

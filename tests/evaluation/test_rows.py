@@ -85,6 +85,15 @@ def test_csv_has_every_text_and_no_formula(tmp_path: Path) -> None:
             assert read[name] == ("" if row[name] is None else str(row[name])), name
 
 
+def test_csv_has_a_carriage_return_within_its_cell(tmp_path: Path) -> None:
+    results = made(tmp_path / "run", **FACTS | {"prediction": "a\rb", "answers": ["\r\n"]})
+    write_csv(tmp_path / "a.csv", [results])
+    with (tmp_path / "a.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [one["answer"] for one in found] == ["a\rb"] * 8
+    assert (tmp_path / "a.csv").read_bytes().count(b"\n") == 9
+
+
 def test_parquet_has_the_same_rows(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow (the extra `table`)")
     results = made(tmp_path / "run", **FACTS)

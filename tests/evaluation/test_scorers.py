@@ -26,6 +26,8 @@ def question(*answers: str) -> Question:
         ("exact", "the lamp", ["lamp"], 0),
         ("exact", "", ["A"], 0),
         ("exact", "5", ["-5"], 0),
+        ("exact", "北京。", ["北京"], 1),
+        ("f1", "北京。", ["北京"], 1),
         ("contains", "It is New York.", ["Boston", "new york"], 1),
         ("contains", "It is New  York.", ["new york"], 0),
         ("f1", "The big lamp!", ["boat", "a lamp"], 2 / 3),  # "big lamp" and "lamp"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvjax.checks import did_you_mean, installs, shown
 from kvjax.evaluation.report import escape, plots, tables
-from kvjax.evaluation.report.results import Results
+from kvjax.evaluation.report.results import Results, asked_by
 from kvjax.evaluation.report.tables import MEANING, Table
 from kvjax.files.writing import new_folder
 
@@ -79,8 +79,22 @@ def _counted(results: Results) -> list[str]:
     if results.dropped:
         dropped = ", ".join(map(escape.markdown, results.dropped))
         text += f" The grid no longer asks {dropped}; the report has their earlier answers."
+    if _unequal(results):
+        text += (
+            " **Some policies have answers to other questions of a task than others**, so their scores are not "
+            "comparable; `--against` compares the questions that both answered."
+        )
     settings = "; ".join(f"`{setting}`: {MEANING[setting]}" for setting in results.settings)
     return [f"{text} {settings}. In both settings, all tokens of an answer are decoded from the compressed cache."]
+
+
+def _unequal(results: Results) -> bool:
+    """Returns whether some policies have answers to other questions of a task, as of a run that was killed."""
+    asked: dict[tuple[object, ...], set[frozenset[tuple[object, ...]]]] = {}
+    for name, cell in results.cells.items():
+        for column, lines in cell.by_column.items():
+            asked.setdefault((name.question, column), set()).add(frozenset(map(asked_by, lines)))
+    return any(len(each) > 1 for each in asked.values())
 
 
 def _tables(results: Results, question: str, against: Sequence[str]) -> list[Table]:

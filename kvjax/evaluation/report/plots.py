@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.evaluation.lines import is_number
-from kvjax.evaluation.picture import COLOURS, MARKERS, End, name_ends, new_figure
+from kvjax.evaluation.picture import COLOURS, MARKERS, End, bars, name_ends, new_figure
 from kvjax.evaluation.report import escape
 from kvjax.evaluation.report.results import CellResults, Results
 from kvjax.evaluation.report.statistics import area, curve
@@ -60,9 +60,9 @@ def curves(path: Path, results: Results) -> bool:
             place = ranked.index(policy)
             style = {"marker": MARKERS[place], "markeredgecolor": "white", "linewidth": 2, "zorder": 3}
             axes.plot(x, y, color=colour, **style)
-            bars = [100 * abs(end - point.accuracy.mean) for point in points for end in point.accuracy[1:]]
+            spreads = bars([point.accuracy for point in points])
             beside = np.array(x) * 1.015 ** (place - len(colours) / 2)  # so that bars do not hide one another
-            axes.errorbar(beside, y, [bars[::2], bars[1::2]], fmt="none", ecolor=colour, elinewidth=1, zorder=2)
+            axes.errorbar(beside, y, spreads, fmt="none", ecolor=colour, elinewidth=1, zorder=2)
             ends.append(End(escape.plot(policy), x[-1], y[-1], colour))
         full = results.full(question)
         if full is not None and (mean := full.mean(results.columns)) is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -94,12 +95,18 @@ def write_csv(path: str | os.PathLike[str], several: Sequence[Results]) -> int:
     """
     count = 0
     with new_file(path) as new, new.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        file.write(_csv(COLUMNS))
         for row in rows(*several):
-            writer.writerow(map(_cell, row.values()))
+            file.write(_csv(map(_cell, row.values())))
             count += 1
     return count
+
+
+def _csv(cells: Iterable[Any]) -> str:
+    """A row as CSV. Its line end is "\\n", and a text with a carriage return is in quotes as well."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\r\n").writerow(cells)  # Python 3.12 quotes the characters of the line end alone
+    return text.getvalue().removesuffix("\r\n") + "\n"
 
 
 def _cell(value: Any) -> Any:

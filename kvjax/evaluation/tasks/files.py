@@ -83,7 +83,7 @@ def parse(where: str, raw: bytes) -> Any:
     """The JSON value in `raw`. Raises DataError if it is not JSON in UTF-8."""
     try:
         return json.loads(raw)
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise DataError(f"{where} is not JSON: {error}") from None
 
 

@@ -23,10 +23,14 @@ KINDS = ("once", "range", "periodic")
 
 
 def units(text: str, kind: str) -> dict[int, str]:
-    """The parts between #*#, by the number that follows `kind`. The first part with a number counts."""
+    """The parts between #*#, by the number that follows `kind`. The first part with a number counts.
+
+    A number of ten digits and more is that of no unit. Python refuses to read thousands of digits, which models repeat.
+    """
     found: dict[int, str] = {}
     for part in text.split("#*#"):
-        if number := re.search(rf"{re.escape(kind)} (\d+)", part):
+        number = re.search(rf"{re.escape(kind)} (\d+)", part)
+        if number and len(number.group(1)) < 10:
             found.setdefault(int(number.group(1)), part)
     return found
 

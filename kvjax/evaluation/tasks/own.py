@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvjax.checks import did_you_mean, shown
+from kvjax.evaluation import scorers
 from kvjax.files.reading import read_bytes
 
 from .registry import TASKS
@@ -75,7 +77,7 @@ def read_tasks(path: str | os.PathLike[str], scorer: Metric, new_tokens: int) ->
     if not given:
         raise DataError(f"{path} has no line: expected a JSON object per line")
     facts = {"file": str(path), "sha256": hashlib.sha256(data).hexdigest()}
-    asked = [_asked(i, where, _object(where, line), Path(path).stem) for i, where, line in given]
+    asked = [_asked(i, where, _object(where, line), Path(path).stem, scorer) for i, where, line in given]
     return _tasks(asked, scorer, new_tokens, facts)
 
 
@@ -91,7 +93,7 @@ def tasks_of(questions: Sequence[Mapping[str, Any]], scorer: Metric, new_tokens:
     for i, fields in enumerate(questions, 1):
         if not isinstance(fields, Mapping):
             raise DataError(f"{NAME}, line {i}: {shown(fields, BRIEF)}: expected a mapping with the fields {_FIELDS}")
-        asked.append(_asked(i, f"{NAME}, line {i}", fields, NAME))
+        asked.append(_asked(i, f"{NAME}, line {i}", fields, NAME, scorer))
     digest = hashlib.sha256(repr(asked).encode()).hexdigest()
     return _tasks(asked, scorer, new_tokens, {"file": None, "sha256": digest})
 
@@ -140,7 +142,7 @@ def _object(where: str, line: bytes) -> Mapping[str, Any]:
     return value
 
 
-def _asked(number: int, where: str, fields: Mapping[str, Any], name: str) -> _Asked:
+def _asked(number: int, where: str, fields: Mapping[str, Any], name: str, scorer: Metric) -> _Asked:
     """The question of a line. Raises DataError, which names the line and the field."""
     if unknown := [field for field in fields if field not in _READERS]:
         near = did_you_mean(unknown[0], _READERS)
@@ -156,6 +158,12 @@ def _asked(number: int, where: str, fields: Mapping[str, Any], name: str) -> _As
     task = read.get("task", name)
     if task in TASKS:
         raise DataError(f"{where}: task={shown(task)} is the name of another task: expected a name of its own")
+    rouge = getattr(scorer, "function", None) is scorers.rouge
+    if rouge and not any(re.search("[a-z0-9]", text.lower()) for text in read["answers"]):
+        raise DataError(
+            f"{where}: answers={shown(fields['answers'], BRIEF)}: the scorer rouge reads Latin letters and digits "
+            "alone; expected one of them, or another scorer"
+        )
     question = Question(BETWEEN + read["question"], read["answers"], meta={"line": number})
     return _Asked(task, read["context"], read.get("max_new_tokens"), question)
 

@@ -50,6 +50,7 @@ def test_parts_by_their_number() -> None:
     text = "#*# Floor 1: a hall #*# Floor 2 (high): Floor 7 is far #*# nothing #*#Floor 2 again #*# Floor 11: a"
     assert units(text, "Floor") == {1: " Floor 1: a hall ", 2: " Floor 2 (high): Floor 7 is far ", 11: " Floor 11: a"}
     assert units("#*# Menu Week 3: soup", "Menu Week") == {3: " Menu Week 3: soup"}
+    assert units(f"#*# Floor {'1' * 5_000}: a #*# Floor 2: b", "Floor") == {2: " Floor 2: b"}
 
 
 def test_completion_and_accuracy(tmp_path: Path) -> None:

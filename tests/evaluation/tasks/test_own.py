@@ -114,6 +114,22 @@ def test_a_file_without_questions(name: str, content: bytes | None, message: str
         read_tasks(path, scorer("exact"), 8)
 
 
+@pytest.mark.parametrize("name", ["rouge", "f1"])
+def test_rouge_would_score_0_without_latin_letters(name: str, tmp_path: Path) -> None:
+    if name == "rouge":
+        pytest.importorskip("rouge_score", reason="ROUGE needs rouge-score (the extra `eval`)")
+    lines = [GOOD | {"answers": texts} for texts in (["北京", "Beijing"], "7", "北京")]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    if name == "f1":
+        assert [len(task.given) for task in read_tasks(path, scorer(name), 8)] == [1]
+        return
+    with pytest.raises(
+        DataError, match="line 3: answers='北京': the scorer rouge reads Latin letters and digits alone;"
+    ):
+        read_tasks(path, scorer(name), 8)
+
+
 def test_a_list_of_questions() -> None:
     (task,) = tasks_of([GOOD, GOOD | {"question": "who ?"}], scorer("f1"), 8)
     assert (task.name, task.fixed["file"], task.fixed["scorer"]) == ("questions", None, "f1")

@@ -74,6 +74,7 @@ def test_a_bad_line_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
     bad = [
         ('{"id": ', "is not JSON"),
         ("[1]", "is a list; expected a JSON object"),
+        ("[" * 200_000, "is not JSON: "),
         (
             json.dumps({k: v for k, v in good.items() if k != "context"}),
             ": field 'context' is missing; expected a string",
