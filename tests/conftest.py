@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvjax
 from kvjax.evaluation import programs
-from kvjax.evaluation.host_limits import maps_taken, return_freed
+from kvjax.evaluation.programs import maps_taken, return_freed
 from kvjax.models import Decoder
 from kvjax.parts import AdaptiveShares, Everything, Fixed
 from kvjax.runtime.gpu_flags import set_gpu_flags

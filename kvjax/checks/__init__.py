@@ -14,8 +14,7 @@ from .arguments import (
     is_finite,
     is_integer,
 )
-from .extras import installs
-from .shown import bytes_text, counted, cut, did_you_mean, shown, system_error
+from .shown import bytes_text, counted, cut, did_you_mean, installs, shown, system_error
 
 __all__ = [
     "LARGEST",

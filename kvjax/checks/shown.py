@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import metadata
 from typing import Any
 
 MOST = 200  # characters
@@ -61,3 +62,15 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{f'{count:#.3g}'.rstrip('.')} {unit}"
         count /= 1000
     return f"{count:,.1f} TB"
+
+
+def installs(extra: str) -> str:
+    """The command that installs the packages of an extra, for messages: it names them, wherever kvjax came from."""
+    try:
+        stated = [text.partition(";") for text in metadata.requires("kvjax") or ()]
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        stated = []
+    quotes = str.maketrans("'", '"')
+    packages = [name.strip() for name, _, marker in stated if f'extra == "{extra}"' in marker.translate(quotes)]
+    named = " ".join(f'"{package}"' for package in packages)
+    return f"pip install {named} (the extra {extra})" if named else f'pip install ".[{extra}]" in a checkout of kvjax'

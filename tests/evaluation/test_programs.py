@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.decoding.sampling import Greedy
-from kvjax.evaluation import host_limits, programs
+from kvjax.evaluation import programs
 from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.batches import batches, readings
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
@@ -58,8 +58,8 @@ def test_all_programs_are_forgotten_at_the_limit(compiled: list[str]) -> None:
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the system says of its memory and of the process's maps: just enough of both."""
     for name in ("MEMORY", "MAPS", "MOST_MAPS"):
-        monkeypatch.setattr(host_limits, name, tmp_path / name)
-    monkeypatch.setattr(host_limits, "CGROUP", tmp_path)
+        monkeypatch.setattr(programs, name, tmp_path / name)
+    monkeypatch.setattr(programs, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("8000\n")
     (tmp_path / "memory.current").write_text("7500\n")
     (tmp_path / "memory.stat").write_text("anon 6000\ninactive_file 500\n")
@@ -91,14 +91,14 @@ def test_fewer_programs_stay_when_memory_or_maps_are_short(
 
 
 def test_what_the_system_says(system: Path) -> None:
-    assert (host_limits.available(), host_limits.maps_taken()) == (1 / 8, 1 / 2)
+    assert (programs.available(), programs.maps_taken()) == (1 / 8, 1 / 2)
     (system / "memory.stat").write_text("anon 6500\ninactive_file 0\n")
-    assert host_limits.available() == 1 / 16
+    assert programs.available() == 1 / 16
     (system / "memory.max").write_text("max\n")
-    assert host_limits.available() == 1 / 8
+    assert programs.available() == 1 / 8
     for path in system.iterdir():
         path.unlink()
-    assert (host_limits.available(), host_limits.maps_taken()) == (1, 0)
+    assert (programs.available(), programs.maps_taken()) == (1, 0)
 
 
 @pytest.mark.slow

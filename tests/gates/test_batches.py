@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.gates.batches import InTurn
+from kvjax.gates.training import InTurn
 
 
 def test_batches_survive_a_kill_in_their_dtypes(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.cache import Layers
-from kvjax.methods.think.thin import ThinEntries
+from kvjax.methods.think import ThinEntries
 from kvjax.policies import full, parse, snapkv, think
 from kvjax.policy import PLAIN, Policy
 from tests import tiny
