@@ -193,7 +193,10 @@ class _Driver:
         try:
             self._slots += [self._started() for _ in range(min(self._places.count, len(self._queue)))]
             while self._queue or any(slot.task for slot in self._slots):
-                self._give()
+                for slot in self._slots:
+                    if slot.pending is None and self._queue:
+                        slot.task = self._queue.popleft()
+                        slot.pending = slot.actor.answers.options(num_returns="streaming").remote(slot.task.task)
                 (done,), _ = self._ray.wait([slot.pending for slot in self._slots if slot.pending is not None])
                 yield from self._next(next(slot for slot in self._slots if slot.pending is done))
         finally:
@@ -204,13 +207,6 @@ class _Driver:
         """A new actor, which loads the model."""
         actor = self._class.remote(self._plan, self._load)
         return _Slot(actor, actor.start.remote())
-
-    def _give(self) -> None:
-        """Gives the tasks that wait to actors that have none."""
-        for slot in self._slots:
-            if slot.pending is None and self._queue:
-                slot.task = self._queue.popleft()
-                slot.pending = slot.actor.answers.options(num_returns="streaming").remote(slot.task.task)
 
     def _next(self, slot: _Slot) -> Iterator[Part]:
         """Takes what an actor has made."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Int
@@ -25,6 +25,7 @@ from kvjax.request.chat import rendered
 from kvjax.request.prompts import encoded
 
 Ids = Int[np.ndarray, "_"]
+Found: TypeAlias = tuple[TaskLine, tuple[Task, ...], str | None]  # the tasks of a line, or why it has none
 
 MARK = "\u241e the question follows \u241e"  # separates context and question while a chat template is applied
 
@@ -90,20 +91,20 @@ def read_items(
             used, if two of them have a task of the same name, or if there are lengths and no task has any.
     """
     seen: set[tuple[str, int | None]] = set()
-    lines = [(line, _tasks(line)) for line in grid.tasks]
+    lines: list[Found] = [(line, *_tasks(line)) for line in grid.tasks]
     own = _own(lines)
     _check_lengths(lines)
     wanted = None
     if only:
         patterns = [name for name in only if not name.endswith(LINES)]
         wanted = {task.name for task in registry.find(patterns, own)}
-        _check_selected(patterns, [task.name for _, tasks in lines for task in _known(tasks)])
-        wanted |= {task.name for line, tasks in lines if line.file in only for task in _known(tasks)}
+        _check_selected(patterns, [task.name for _, tasks, _ in lines for task in tasks])
+        wanted |= {task.name for line, tasks, _ in lines if line.file in only for task in tasks}
     judge = None if grid.judge is None else Endpoint(**grid.judge)
-    for line, tasks in lines:
-        if isinstance(tasks, str):
-            yield Refusal(line.name, None, None, tasks)
-        for task in _known(tasks):
+    for line, tasks, problem in lines:
+        if problem is not None:
+            yield Refusal(line.name, None, None, problem)
+        for task in tasks:
             if wanted is not None and task.name not in wanted:
                 continue
             lengths = (line.lengths or (None,)) if task.generated else (None,)
@@ -115,10 +116,10 @@ def read_items(
                 yield from _of_task(grid, line, asked, length, tokenizer, max_positions)
 
 
-def _check_lengths(lines: Sequence[tuple[TaskLine, tuple[Task, ...] | str]]) -> None:
+def _check_lengths(lines: Sequence[Found]) -> None:
     """Raises ValueError for lengths that no task reads."""
-    given = next((line.lengths for line, _ in lines if line.lengths), ())
-    if given and not any(isinstance(tasks, str) or any(task.generated for task in tasks) for _, tasks in lines):
+    given = next((line.lengths for line, *_ in lines if line.lengths), ())
+    if given and not any(problem or any(task.generated for task in tasks) for _, tasks, problem in lines):
         raise ValueError(
             f"lengths={shown(list(given))}, but all tasks are read from files: expected a generated task too, such as "
             "ruler/vt, or no lengths; max_length limits the tokens of a prompt"
@@ -135,27 +136,23 @@ def _check_selected(patterns: Sequence[str], names: Sequence[str]) -> None:
             )
 
 
-def _tasks(line: TaskLine) -> tuple[Task, ...] | str:
+def _tasks(line: TaskLine) -> tuple[tuple[Task, ...], str | None]:
     """The tasks of a line; if there are none of its name, why. Raises ValueError for a file that cannot be used."""
     if line.task is not None:
-        return (line.task,)
+        return (line.task,), None
     if line.file is not None:
-        return read_tasks(line.file, scorer(line.scorer), line.max_new_tokens)
+        return read_tasks(line.file, scorer(line.scorer), line.max_new_tokens), None
     try:
-        return registry.find(line.name)
+        return registry.find(line.name), None
     except ValueError as error:
-        return str(error)
+        return (), str(error)
 
 
-def _known(tasks: tuple[Task, ...] | str) -> tuple[Task, ...]:
-    return () if isinstance(tasks, str) else tasks
-
-
-def _own(lines: Sequence[tuple[TaskLine, tuple[Task, ...] | str]]) -> dict[str, Task]:
+def _own(lines: Sequence[Found]) -> dict[str, Task]:
     """The tasks that are in no registry, by name."""
     found: dict[str, Task] = {}
-    for line, tasks in lines:
-        for task in _known(tasks) if line.task is not None or line.file is not None else ():
+    for line, tasks, _ in lines:
+        for task in tasks if line.task is not None or line.file is not None else ():
             if found.setdefault(task.name, task) != task:
                 raise ValueError(
                     f"the task {shown(task.name)} of {line.file or 'the given tasks'} has the name of another task: "
@@ -185,7 +182,10 @@ def _of_task(
                 continue
             try:
                 item = tokenized(example, task, length, grid, tokenizer, max_positions)
-                yield replace(item, pieces=_pieces(item, tokenizer)) if count == 0 and task.shown else item
+                if count == 0 and task.shown:
+                    texts = (_texts(ids, tokenizer) for ids in (item.context, *item.questions))
+                    item = replace(item, pieces=tuple(texts))
+                yield item
             except ValueError as error:
                 yield Refusal(task.name, length, example.id, str(error))
         if count < 0:
@@ -254,10 +254,6 @@ def _check_recorded(example: Example) -> None:
                 raise ValueError(f"{name}={shown(value)}: expected texts without lone surrogates") from None
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{name}={shown(value)}: expected values of JSON ({error})") from None
-
-
-def _pieces(item: Item, tokenizer: Any) -> tuple[tuple[str, ...], ...]:
-    return tuple(_texts(ids, tokenizer) for ids in (item.context, *item.questions))
 
 
 def _texts(ids: Ids, tokenizer: Any) -> tuple[str, ...]:

@@ -218,8 +218,10 @@ class KVJaxLM(TemplateLM):
             The logits of the next token, the cache, and whether the contexts have one token only.
         """
         single = len(contexts[0]) == 1
-        logits, cache = self._read([c if single else c[:-1] for c in self._filled(contexts)])
-        return logits, cache, single
+        prompts = [c if single else c[:-1] for c in self._filled(contexts)]
+        programs.make_room((self.policy, len(prompts), bucket(max(map(len, prompts)))))
+        request = Request.of(self.params, prompts, policy=self.policy, tokenizer=self.tokenizer, chunk=self.chunk)
+        return *read_request(self.params, request), single
 
     def _scores(
         self, last: Ids, said: list[Ids], logits: Float[Array, "B V"] | None, cache: KVCache
@@ -269,11 +271,6 @@ class KVJaxLM(TemplateLM):
         for request, one in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, float(one))
         return sums.tolist()
-
-    def _read(self, prompts: list[Ids]) -> tuple[Float[Array, "B V"], KVCache]:
-        programs.make_room((self.policy, len(prompts), bucket(max(map(len, prompts)))))
-        request = Request.of(self.params, prompts, policy=self.policy, tokenizer=self.tokenizer, chunk=self.chunk)
-        return read_request(self.params, request)
 
     def _cut(self, rows: list[tuple[Ids, T]], rooms: list[int]) -> list[tuple[Ids, T]]:
         """Limits each context to the number of tokens in `rooms` by removing its beginning."""

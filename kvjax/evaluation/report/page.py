@@ -59,8 +59,14 @@ def _write(out: Path, several: Sequence[Results], against: Sequence[str], say: C
         folder = out if len(several) == 1 else out / f"model{i + 1}"
         folder.mkdir(exist_ok=True)
         parts += [f"# {escape.markdown(results.title or results.model)}", *_counted(results)]
-        made = [table for question in results.settings for table in _tables(results, question, against)]
-        parts += [_saved(folder, table) for table in made]
+        for question in results.settings:
+            made = [
+                *tables.scores(results, question),
+                tables.averages(results, question),
+                tables.costs(results, question),
+            ]
+            compared = (tables.comparison(results, question, policy) for policy in against)
+            parts += [_saved(folder, table) for table in [*made, *compared] if table is not None]
         (folder / "means.csv").write_text(tables.means(results).csv(), encoding="utf-8")
         parts += _plots(out, folder, results, say)
     overall = tables.robustness(several)
@@ -95,12 +101,6 @@ def _unequal(results: Results) -> bool:
         for column, lines in cell.by_column.items():
             asked.setdefault((name.question, column), set()).add(frozenset(map(asked_by, lines)))
     return any(len(each) > 1 for each in asked.values())
-
-
-def _tables(results: Results, question: str, against: Sequence[str]) -> list[Table]:
-    made = [*tables.scores(results, question), tables.averages(results, question), tables.costs(results, question)]
-    compared = (tables.comparison(results, question, policy) for policy in against)
-    return [*made, *(table for table in compared if table is not None)]
 
 
 def _saved(folder: Path, table: Table) -> str:

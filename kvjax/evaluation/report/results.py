@@ -158,16 +158,13 @@ class Results:
 
     def full(self, question: str) -> CellResults | None:
         """The cell of the full cache in a setting; None if it was not measured."""
-        return next((cell for name, cell in self.cells.items() if name.question == question and _is_full(cell)), None)
+        cells = (cell for name, cell in self.cells.items() if name.question == question)
+        return next((cell for cell in cells if cell.lines[0]["text"].strip() == "full"), None)
 
     def of(self, policy: str, question: str) -> list[CellResults]:
         """The cells of a policy in a setting, in order of increasing compression."""
         cells = [cell for name, cell in self.cells.items() if (name.policy, name.question) == (policy, question)]
         return sorted(cells, key=lambda cell: cell.compression)
-
-
-def _is_full(cell: CellResults) -> bool:
-    return cell.lines[0]["text"].strip() == "full"
 
 
 def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:

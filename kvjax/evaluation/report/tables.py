@@ -187,7 +187,11 @@ def robustness(several: Sequence[Results]) -> list[Table]:
             )
             for tolerance in TOLERANCES
         ),
-        ("area", "Area under the accuracy-compression curve, divided by its width", _area),
+        (
+            "area",
+            "Area under the accuracy-compression curve, divided by its width",
+            lambda r, p, q: area(curve(r, p, q)) if len(r.of(p, q)) > 1 else None,
+        ),
     ]:
         rows = []
         for policy in policies:
@@ -199,10 +203,6 @@ def robustness(several: Sequence[Results]) -> list[Table]:
         if rows:
             made.append(Table(name, title, headings, tuple(rows), best=tuple(range(1, len(headings)))))
     return made
-
-
-def _area(results: Results, policy: str, question: str) -> float | None:
-    return area(curve(results, policy, question)) if len(results.of(policy, question)) > 1 else None
 
 
 def comparison(results: Results, question: str, policy: str) -> Table | None:
