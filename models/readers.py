@@ -1,7 +1,5 @@
 """Layers without keys and values of their own, behind all others: each reads the entries of one of those."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Recommends a policy for each use, as docs/guide/choosing.md recommends from measured results."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Why an engine refuses a request."""
 
-from __future__ import annotations
-
 
 class QueueFullError(RuntimeError):
     """Other requests leave no room in rows and queue. Nothing was accepted; try again later."""

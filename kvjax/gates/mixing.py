@@ -10,11 +10,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attend.causal import causal
-from kvjax.attend.positions import rotated
 from kvjax.files.texts import Stream
 from kvjax.models import Attend, AttentionLayer, Decoder, join_sinks
 from kvjax.pallas_kernels import capped
 
+from .attending import turned
 from .objective import Objective, Recipe, Weights
 from .passkeys import KEYS, PassKeys, wording_of
 
@@ -111,9 +111,7 @@ def mixed(gates: Float[Array, "L H"], positions: Int[Array, "B N"], sinks: int, 
         @jax.checkpoint
         def context(q: Array, k: Array, v: Array, gate: Float[Array, "H"]) -> Float[Array, "B Hq N D"]:
             B, Hq, N, D = q.shape
-            rope = layer.rope.row_frequencies(D, jnp.max(positions, axis=1) + 1)
-            q = layer.rope.grown(q, positions)
-            q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
+            q, k = (turned(layer, x, positions) for x in (layer.rope.grown(q, positions), k))
             grouped = q.reshape(B, k.shape[1], -1, N, D)
             logits = jnp.einsum("BHGND,BHSD->BHGNS", grouped, k, preferred_element_type=jnp.float32)
             logits = capped(logits * layer.scale, layer.softcap)

@@ -113,8 +113,7 @@ def freed(asked: Asked) -> Iterator[None]:
     try:
         yield
     finally:
-        for handle in asked.handles:
-            handle.cancel()
+        _cancel(asked.handles)
 
 
 async def ask(engine: Engine, request: Wanted, sampler: SamplingMethod, template: Template) -> Asked:
