@@ -21,11 +21,15 @@ from kvjax.mesh.sharding import fetch
 from kvjax.models import KvHeads
 from kvjax.pallas_kernels import (
     PAGE,
+    SegmentAttention,
     Stored,
     after_last,
+    finite_or_zero,
+    fold,
     pages,
     segment_attention,
     set_slots,
+    visible,
     write_rows,
 )
 
@@ -33,7 +37,6 @@ from .entries import Entries, MakeRoom, StepAttention, StepQuery, Take, Usage
 from .from_keys import Values, for_attention, in_arrays
 from .paging import MovePages, PutPages, starts, whole_pages
 from .pieces import evicted, observed
-from .pool_attention import asked_of, received_by
 from .sizes import UNLIMITED, bucket
 from .slots import Slots, slots_third
 
@@ -311,3 +314,23 @@ class Segments(Entries):
 def _put(each: tuple[Any, ...], first: int, *new: Any) -> tuple[Any, ...]:
     """Replaces the part of some layers in a value of all layers."""
     return (*each[:first], *new, *each[first + len(new) :])
+
+
+def received_by(found: SegmentAttention, query: StepQuery, held: Slots, take: Take) -> Float[Array, "B H M"]:
+    """Reduces the attention on a piece from the logits of the queries, or computes it again if there are none."""
+    reduction, positions = query.reduction, query.positions
+    assert reduction is not None
+    if found.logits is None:
+        given: dict[str, Any] = {"q": query.q, "lse": found.lse, "query_positions": positions, "reduction": reduction}
+        return held.received(**given, **query.logits)
+    logits = jnp.swapaxes(take(jnp.swapaxes(found.logits, 2, 3)), 2, 3)
+    lse = found.lse.reshape(*logits.shape[:3], 1)
+    seen = visible(positions, held.positions, query.logits["window"])
+    weights = jnp.where(seen, jnp.exp(logits - finite_or_zero(lse)), 0.0)
+    return fold(weights, reduction.of_group, axis=2)
+
+
+def asked_of(scores: Float[Array, "B P T"], asked: Int[Array, "B X"], held: Slots, take: Take) -> Float[Array, "B H M"]:
+    """Returns the attention that a piece received from the extra query rows at positions `asked`."""
+    asking = jnp.any(asked >= 0, axis=1)[:, None, None]
+    return jnp.where((held.positions >= 0) & asking, take(scores), 0.0)

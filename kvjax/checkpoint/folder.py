@@ -1,4 +1,4 @@
-"""Finds a checkpoint and its form, and reads the config of a folder. It reads no weights."""
+"""Finds or downloads a checkpoint, tells its form, and reads the config of a folder. It reads no weights."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvjax.checkpoint.errors import CheckpointError, one_line
 from kvjax.checks import check_path, did_you_mean, dtype_of
 from kvjax.files.writing import finish
 from kvjax.models import DecoderConfig, config_from_hf, text_config
+from kvjax.runtime.progress import Doing, Report, reporter
 
 WEIGHTS, INDEX, PARAMS = "model.safetensors", "model.safetensors.index.json", "params"
 SHARD = re.compile(r"model(\.safetensors)?-\d+-of-\d+\.safetensors")  # in the forms of published checkpoints
@@ -43,6 +44,7 @@ DOWNLOADED = (
     "additional_chat_templates/*",
 )
 POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of what Git LFS puts in place of a file
+SECOND = "Downloading bytes"  # the hub's second bar for the same bytes, before they are unpacked
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
 DTYPE_NAMES = ", ".join(map(str, DTYPES.values()))
@@ -83,13 +85,41 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
         return DEMO
     if not isinstance(path_or_hub_id, str) or not HUB_ID.fullmatch(path_or_hub_id):
         raise CheckpointError(folder, [f"no such folder{_near(folder)}"])
-    from kvjax.checkpoint.downloading import download
 
     try:
         return download(path_or_hub_id, patterns)
     except (OSError, ValueError) as error:  # not found, gated, offline, not a legal id
         reason = f"no such folder{_near(folder)}, and the Hugging Face hub did not provide it: {one_line(error)}"
         raise CheckpointError(path_or_hub_id, [reason]) from error
+
+
+def download(name: str, patterns: Sequence[str]) -> Path:
+    """Returns the folder of a repository on the hub, with the files that match the patterns.
+
+    Raises what the hub's client raises: an OSError or a ValueError.
+    """
+    from huggingface_hub import snapshot_download
+
+    report = reporter()
+    bars: Any = {} if report is None else {"tqdm_class": _bars(report)}
+    return Path(snapshot_download(name, allow_patterns=list(patterns), **bars))
+
+
+def _bars(report: Report) -> type:
+    """The class of bars that the hub's client counts bytes with, in threads of its own. They draw nothing."""
+    from tqdm.auto import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.counts = options.get("unit") == "B" and options.get("desc") != SECOND
+            super().__init__(*args, **options | {"disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if self.counts and self.total:
+                report(Doing("downloading", int(self.n), int(self.total), "bytes"))
+
+    return Bar
 
 
 def _near(path: Path) -> str:

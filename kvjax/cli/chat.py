@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Annotated
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+import kvjax_command
 from kvjax.cli.console import dialogue, note
-from kvjax.cli.interrupts import Interrupts
 from kvjax.cli.loading import load, warn_of_unknown
 from kvjax.cli.options import (
     ChatTemplate,
@@ -28,9 +28,11 @@ from kvjax.cli.options import (
 from kvjax.cli.progress import print_pieces
 
 if TYPE_CHECKING:
+    from kvjax import Stream
     from kvjax.kv_cache import KVCache
     from kvjax.policy import Policy
     from kvjax.reading.room import Compress
+    from kvjax.stream import Piece
 
 END = "/exit"
 SAMPLER = "temperature=0.7,top_p=0.95"  # of a checkpoint that states none
@@ -120,3 +122,55 @@ def _messages(interrupts: Interrupts) -> Iterator[str]:
             return
         if text:
             yield text
+
+
+class Interrupts:
+    """The handling of SIGINT: it ends an answer. At all other moments it ends the process, as in every command."""
+
+    def __init__(self) -> None:
+        self._moment: Literal["other", "answering", "ending"] = "other"
+        self._terminal: Any = None  # as it is before readline changes it
+
+    def __enter__(self) -> Interrupts:
+        kvjax_command.takers.append(self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        kvjax_command.takers.remove(self._take)
+
+    def _take(self) -> bool:
+        """Returns whether the process goes on. It runs in another thread than the dialogue, which may be compiling."""
+        if self._moment == "answering":
+            self._moment = "ending"
+            return True
+        if self._terminal is not None:
+            import termios
+
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, self._terminal)
+        return False
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Within it, readline may change the terminal: SIGINT leaves it as it was."""
+        try:
+            import termios
+        except ImportError:  # Windows
+            yield
+            return
+        self._terminal = termios.tcgetattr(sys.stdin)
+        try:
+            yield
+        finally:
+            self._terminal = None
+
+    def pieces(self, stream: Stream) -> Iterator[Piece]:
+        """The pieces of an answer. SIGINT closes the stream after the next one; a second one ends the process."""
+        self._moment = "answering"
+        try:
+            for piece in stream:
+                yield piece
+                if self._moment == "ending":
+                    stream.close()
+                    return
+        finally:
+            self._moment = "other"

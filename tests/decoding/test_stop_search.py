@@ -7,7 +7,7 @@ from typing import SupportsIndex
 
 import pytest
 
-from kvjax.decoding.stop_search import StopSearch
+from kvjax.decoding.row_text import StopSearch
 
 
 def test_random_texts() -> None:
