@@ -76,33 +76,26 @@ class MakeRoom(Protocol):
     @property
     def count(self) -> int:
         """The number of entries that leave a full head together; 0 in a layer that grows instead."""
-        ...
 
     @property
     def piecewise(self) -> bool:
         """Tells whether entries can be judged a piece of each head at a time."""
-        ...
 
     @property
     def absorbs(self) -> bool:
         """Tells whether `release` changes the entries that stay."""
-        ...
 
     def renew(self, entries: Slots) -> Slots:
         """Returns the entries without those that no later query can see, and with the capacity of this step."""
-        ...
 
     def judge(self, entries: Slots) -> Float[Array, "B H M"]:
         """Returns scores; the lowest leave first, and +inf stays."""
-        ...
 
     def victims(self, scores: Float[Array, "B H M"], positions: Int[Array, "B H M"]) -> Int[Array, "B H count"]:
         """Returns the indices of the `count` entries of each head that leave first, M where there is none."""
-        ...
 
     def release(self, entries: Slots, lost: Bool[Array, "B H S"]) -> Slots:
         """Returns the entries without those that are lost. Only called with all entries of a head."""
-        ...
 
 
 class Entries(ABC):

@@ -36,17 +36,14 @@ class Settled(Protocol):
     @property
     def positions(self) -> Int[Array, "B H T"]:
         """The token position of each entry, int32, -1 where there is none."""
-        ...
 
     def plain(self) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T D"]]:
         """Returns keys and values as arrays."""
-        ...
 
     def attention(
         self, q: Float[Array, "B Hq W D"], positions: Int[Array, "B W"], **logits: Any
     ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
         """Returns the context and the log-sum-exp of W query rows; arguments are those of `slot_attention`."""
-        ...
 
 
 @jax.tree_util.register_dataclass
