@@ -32,7 +32,6 @@ from kvjax.policy import (
     AllocatedBudget,
     Attended,
     LayerShape,
-    Layout,
     Moment,
     Needs,
     Pass,
@@ -215,10 +214,6 @@ class CompositeShares(AllocatedBudget):
         check_mean(self.budget)
         if (smallest := self.budget.smallest) is not None and smallest < self.min_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} of a mean of {smallest}: expected at most that mean")
-
-    @property
-    def layout(self) -> Layout:
-        return Layout()
 
     def allocate(
         self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
