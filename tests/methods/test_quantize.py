@@ -51,23 +51,6 @@ def test_as_text(text: str, policy: kvjax.Policy) -> None:
     assert policy.storage != full().storage
 
 
-@pytest.mark.parametrize(
-    ("ask", "says"),
-    [
-        (lambda: quantize(full(), bits=16), "bits=16: expected 8 or 4"),
-        (lambda: parse("quantize:bits=True"), "bits=True is not a number"),
-        (
-            lambda: quantize(quantize(snapkv(64), bits=4)),
-            "^quantize: its policy already stores",
-        ),
-        (lambda: quantize(kvcrush(quantize(snapkv(64)))), "^quantize: its policy already stores"),
-    ],
-)
-def test_refusals(ask, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        ask()
-
-
 def test_groups_that_do_not_fit_the_model() -> None:
     params, policy = decoder(), quantize(full(), group=3)
     for ask in (

@@ -16,6 +16,18 @@ BUDGETS = (
 ORDINAL = "duo_attention", "fastgen", "full", "lacache", "lagkv", "random", "streaming_llm"
 REFUSED = {
     "adakv": [
+        ("normalise=True,formula=kvpress", "normalise=True with formula='kvpress'.*normalise=False"),
+        ("base=adakv", "a budget of AdaptiveShares\\(.* under which each head has a number of its own"),
+        ("base=kvzip", "a budget of GlobalShares.* each head has a number of its own"),
+        ("base=kvcompose,base.structured=False", "a budget of GlobalShares.* each head has a number of its own"),
+        ("base=duo_attention", "a budget of GatedShares.* each head has a number of its own"),
+        ("base=d2o", "a budget of VarianceShares.* has layers that retain everything"),
+        ("base=morphkv,base.dense_layers=1", "DenseLayers.*expected one that limits every layer"),
+        ("base=knorm", "the scores of KeyNorm may be negative: expected normalise=False"),
+        ("base=keydiff", "the scores of KeyDifference may be negative"),
+        ("base=scissorhands", "the scores of Neglect may be negative"),
+        ("base=full", "Everything.*expected one that limits every layer"),
+        ("base=tova", "^adakv: LastAttention: it has all heads .*AdaptiveShares"),
         *(
             (f"base={base}", "of the scores of .* only the order means something: expected normalise=False")
             for base in ("lacache", "lagkv", "random", "streaming_llm")
@@ -147,6 +159,12 @@ REFUSED = {
     "pyramidkv": [
         ("budget=8,window=8", "budget of 8 .*9 or more"),
     ],
+    "quantize": [
+        ("policy=full,bits=16", "bits=16: expected 8 or 4"),
+        ("bits=True", "bits=True is not a number"),
+        ("policy=quantize,policy.bits=4", "^quantize: its policy already stores"),
+        ("policy=kvcrush,policy.base=quantize", "^quantize: its policy already stores"),
+    ],
     "rkv": [
         ("kernel=4", "kernel=4: expected an odd integer"),
         ("budget=128", "a budget of 128 entries: expected "),
@@ -166,6 +184,11 @@ REFUSED = {
     "vase": [
         ("kernel=2", "kernel=2: expected an odd integer"),
         ("budget=100", "a budget of 100 entries: expected "),
+    ],
+    "zipcache": [
+        ("bits=2", "bits=2: expected 8 or 4"),
+        ("other_bits=8", "other_bits=8: expected 4 or 2"),
+        ("other_bits=4", "other_bits=4 with bits=4: expected fewer bits than these"),
     ],
 }
 CASES = [(f"{name}:{options}", says) for name, rows in REFUSED.items() for options, says in rows]

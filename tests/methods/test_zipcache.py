@@ -220,19 +220,6 @@ def test_scale_and_soft_cap_of_the_layer_decide_who_is_salient() -> None:
     assert len(answers) == 3
 
 
-@pytest.mark.parametrize(
-    ("ask", "says"),
-    [
-        (lambda: zipcache(bits=2), "bits=2: expected 8 or 4"),
-        (lambda: zipcache(other_bits=8), "other_bits=8: expected 4 or 2"),
-        (lambda: zipcache(other_bits=4), "other_bits=4 with bits=4: expected fewer bits than these"),
-    ],
-)
-def test_refusals(ask, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        ask()
-
-
 def test_heads_whose_codes_fill_no_bytes_are_refused() -> None:
     config = replace(tiny.decoder().config, head_dim=10)
     ask = partial(kvjax.plan_cache, config, batch=1, length=8, new_tokens=1, dtype="float32")
