@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import UNLIMITED, FromKeys, Slots, Values
 from kvjax.pallas_kernels import Stored
 
-from .budget import Budget, most_entries
+from .budget import Budget, most_entries, share_of
 from .learned import LearnedTokens
 from .merge import Drop, Merge
 from .part import Part, check_choice, check_integer, check_kind, named
@@ -53,11 +53,7 @@ class Protect(Part):
         self, positions: Int[Array, "B H M"], next_position: Int[Array, "B"], capacity: Int[Array, "B H"]
     ) -> Bool[Array, "B H M"]:
         """Returns True for the entries that must stay when the token at `next_position` comes in next."""
-        recent = jnp.asarray(
-            jnp.floor(capacity * self.recent + 1e-4).astype(jnp.int32)
-            if isinstance(self.recent, float)
-            else self.recent
-        )
+        recent = jnp.asarray(share_of(self.recent, capacity) if isinstance(self.recent, float) else self.recent)
         oldest = next_position[:, None] - recent
         return (positions >= 0) & ((positions < self.sinks) | (positions >= oldest[..., None]))
 
