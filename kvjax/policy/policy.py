@@ -238,7 +238,10 @@ class Policy:
     def rank(
         self, entries: Slots, moment: Moment, counts: Int[Array, "B H"] | None, *, raised: bool = True
     ) -> Float[Array, "B H M"]:
-        """Returns scores, -inf for empty slots. NaN counts as the lowest number, so that its entry can be evicted.
+        """Returns scores, -inf for empty slots.
+
+        What is not finite counts as the lowest number, or as the largest if it is +inf: an entry is no empty slot for
+        its score, and one that is not protected can be evicted.
 
         Args:
             counts: the number of entries that each head retains; None while that is still to be allocated.
@@ -246,7 +249,8 @@ class Policy:
         """
         protected = self._protected(entries, moment)
         scores = self.score(entries.plain(), moment._replace(protected=protected, counts=counts))
-        scores = jnp.where(jnp.isnan(scores), jnp.finfo(jnp.float32).min, scores)
+        number = jnp.finfo(jnp.float32)
+        scores = jnp.where(jnp.isnan(scores), number.min, jnp.clip(scores, number.min, number.max))
         if raised:
             scores = jnp.where(protected, jnp.inf, scores)
         return jnp.where(entries.positions >= 0, scores, -jnp.inf)
