@@ -106,10 +106,10 @@ def _marked(
 
 
 def check_ids(tokens: ArrayLike, vocab_size: int) -> None:
-    """Raises ValueError for ids that are not integers in the vocabulary, if they are on the host."""
+    """Raises ValueError for ids that are not integers, or, if they are on the host, not in the vocabulary."""
+    check_integers("tokens", tokens)
     if isinstance(tokens, jax.Array):
         return
-    check_integers("tokens", tokens)
     ids = np.asarray(tokens)
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(f"tokens={shown(tokens)}: expected integers in 0 .. {vocab_size - 1}")

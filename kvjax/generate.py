@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.checks import counted, shown
+from kvjax.checks import check_truth, counted, shown
 from kvjax.decoding.each_token import decode_until
 from kvjax.decoding.loop import NOT_FINITE, Decoding, decode, decode_in_parts, not_finite
 from kvjax.decoding.row_text import RowText, stop_strings
@@ -182,6 +182,7 @@ def generate(
             expected.
         FloatingPointError: logits are NaN or infinite. The message names the row and the position.
     """
+    check_truth("log_probs", log_probs)
     stops = stop_strings(stop, tokenizer)
     answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
     request = Request.of(

@@ -15,7 +15,7 @@ from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods import registry
 from kvjax.methods.common import group_weights, nearest, query_bits
 from kvjax.methods.common.allocation import check_limited, check_mean, check_share, raise_best, scaled
-from kvjax.methods.common.budgets import budget_of, check_share_of, ratio_of, share_of
+from kvjax.methods.common.budgets import budget_of, check_share_of
 from kvjax.methods.common.in_turns import in_turns
 from kvjax.methods.common.mean_rotation import mean_rotation
 from kvjax.methods.common.projected_norms import projected_norms
@@ -81,6 +81,8 @@ from kvjax.policy import (
     check_kind,
     check_number,
     most_entries,
+    ratio_of,
+    share_of,
 )
 
 __all__ = [

@@ -94,7 +94,8 @@ class Stream(Iterator[Piece]):
 
     Attributes:
         cache: once the stream has ended or was closed, the cache after the pieces that it yielded. The last token of
-            each row is pending in it, as after `generate`. None before that, and if no piece was yielded.
+            each row is pending in it, as after `generate`. None before that, if no piece was yielded, and after an
+            error, such as FloatingPointError.
     """
 
     def __init__(self, params: Decoder, request: Request, max_new_tokens: int, stops: list[str], tokenizer: Any):

@@ -287,6 +287,11 @@ def test_errors_name_what_is_accepted():
             extend(params, cache, tokens)
     with pytest.raises(ValueError, match=r"compress='always'.*'auto', 'never', 'end'"):
         extend(params, cache, STEPS.T, compress="always")
+    for tokens in (STEPS.T + 0.5, jnp.asarray(STEPS.T + 0.5), jnp.asarray(STEPS.T > 0)):
+        with pytest.raises(ValueError, match=r"(?s)tokens.*: expected integers"):
+            extend(params, cache, tokens)
+    with pytest.raises(ValueError, match=r"lengths is a JAX array of dtype float32: expected integers"):
+        extend(params, cache, STEPS.T, jnp.ones(3))
     for lengths in ([1, 2], [5, 1, 1], [1, -1, 1]):
         with pytest.raises(ValueError, match=r"lengths=.*expected 3 integers in 0 \.\. 4"):
             extend(params, cache, STEPS.T, np.array(lengths))

@@ -44,6 +44,12 @@ def index_of(name: str, value: Any, count: int) -> int:
     return int(value) % count
 
 
+def check_truth(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is True or False: a text such as "no" would count as True."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={shown(value)}: expected True or False")
+
+
 def check_type(name: str, value: Any, kind: type) -> None:
     """Raises ValueError unless `value` is a `kind`."""
     if not isinstance(value, kind):
@@ -75,8 +81,13 @@ def check_saved(tokenizer: Any) -> None:
 
 
 def check_integers(name: str, value: Any) -> None:
-    """Raises ValueError for an array on the host, or what can be one, that does not hold integers of 32 bits."""
+    """Raises ValueError for an array, or what can be one, that does not hold integers of 32 bits.
+
+    Of an array on a device only the dtype is looked at, which needs no transfer.
+    """
     if isinstance(value, jax.Array):
+        if value.dtype.kind not in "iu":
+            raise ValueError(f"{name} is a JAX array of dtype {value.dtype}: expected integers")
         return
     try:
         given = np.asarray(value)

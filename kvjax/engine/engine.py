@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.checks import check_size, shown
+from kvjax.checks import check_size, check_truth, shown
 from kvjax.decoding.grammars import Grammars
 from kvjax.decoding.row_guides import RowGuides
 from kvjax.decoding.sampling import SamplingMethod
@@ -124,8 +124,7 @@ class Engine:
         check_size("max_queue", max_queue)
         if steps_at_once is not None:
             check_size("steps_at_once", steps_at_once)
-        if not isinstance(guided, bool):
-            raise ValueError(f"guided={shown(guided)}: expected True or False")
+        check_truth("guided", guided)
         if not isinstance(beside, list | tuple) or not all(isinstance(each, Footprint) for each in beside):
             raise ValueError(f"beside={shown(beside)}: expected a list of the footprints of other engines")
         plans = plans_of(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.checks import counted, shown
+from kvjax.checks import check_truth, counted, shown
 from kvjax.decoding.grammars import Grammars
 from kvjax.decoding.loop import NOT_FINITE, not_finite
 from kvjax.decoding.row_samplers import RowSamplers
@@ -111,8 +111,7 @@ class Ticket:
         if not is_seed(options.seed):
             raise ValueError(f"seed={shown(options.seed)}: expected an integer of 64 bits")
         for name in ("log_probs", "reuse"):
-            if not isinstance(value := getattr(options, name), bool):
-                raise ValueError(f"{name}={shown(value)}: expected True or False")
+            check_truth(name, getattr(options, name))
         if options.guide is not None and (not isinstance(options.guide, Guide) or grammars is None):
             raise ValueError(f"guide={shown(options.guide)}: expected a Guide, and Engine(..., guided=True)")
         row_of = partial(

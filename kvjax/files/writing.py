@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from kvjax.checks import check_path
+from kvjax.checks import check_path, check_truth
 
 if sys.platform != "win32":
     import fcntl
@@ -50,6 +50,7 @@ def check_file(path: Path, overwrite: bool, argument: str = OVERWRITE) -> None:
             not exist.
         PermissionError: this user cannot write its folder.
     """
+    check_truth("overwrite", overwrite)
     if not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: {path.parent} is not a folder; expected a file in an existing folder")
     _check_writable(path.parent)
@@ -71,6 +72,7 @@ def check_folder(folder: Path, overwrite: bool, argument: str | None = OVERWRITE
         ValueError: the folder is not empty and `overwrite` is False, or it, or what it would be in, is a file.
         PermissionError: this user cannot write it, or what it would be in.
     """
+    check_truth("overwrite", overwrite)
     _check_writable(next(path for path in (folder, *folder.absolute().parents) if path.exists()))
     inside = sorted(path.name for path in folder.iterdir() if path.name != NEW) if folder.exists() else []
     if inside and not overwrite:

@@ -21,7 +21,17 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import top_counts
-from kvjax.policy import AllocatedBudget, Budget, Layout, Policy, check_choice, check_integer, check_kind
+from kvjax.policy import (
+    AllocatedBudget,
+    Budget,
+    Layout,
+    Policy,
+    check_choice,
+    check_integer,
+    check_kind,
+    ratio_of,
+    share_of,
+)
 
 from .common.allocation import check_limited, check_share, raise_best
 from .registry import preset
@@ -113,9 +123,9 @@ class AdaptiveShares(AllocatedBudget):
         b = jnp.maximum(n - s, 0)
         if self.normalise:
             competing = competing * _mass_of_best(jnp.where(protected, -jnp.inf, competing), b)[..., None]
-        alpha = fractions.Fraction(self.alpha).limit_denominator(1000)
+        alpha = ratio_of(self.alpha)
         if self.formula == "kvpress":
-            safe = jnp.maximum(n[:, 0] * alpha.numerator // alpha.denominator, alpha > 0)
+            safe = jnp.maximum(share_of(alpha, n[:, 0]), alpha > 0)
             competing = raise_best(competing, jnp.maximum(safe, least)[:, None])
             counts = top_counts(competing, jnp.sum(jnp.broadcast_to(n, s.shape), axis=-1))
         else:
@@ -157,20 +167,27 @@ def _mass_of_best(scores: Float[Array, "B H M"], count: Int[Array, "B H"]) -> Fl
 
 def _exact(b: Int[Array, "B H"], c: Int[Array, "B H"], alpha: fractions.Fraction) -> Int[Array, "B H"]:
     """Returns alpha b + (1 - alpha) c in integers that have the same sum; the largest remainders are rounded up."""
-    part, unit = alpha.numerator, alpha.denominator
-    scaled = b * part + c * (unit - part)
-    floor, remainder = scaled // unit, scaled % unit
-    missing = jnp.sum(remainder, axis=-1, keepdims=True) // unit
+    floor, remainder = _weighed(b, c, alpha)
+    missing = jnp.sum(remainder, axis=-1, keepdims=True) // alpha.denominator
     rank = jnp.argsort(jnp.argsort(-remainder, axis=-1, stable=True), axis=-1)
     return floor + (rank < missing)
 
 
 def _released(b: Int[Array, "B H"], c: Int[Array, "B H"], alpha: fractions.Fraction) -> Int[Array, "B H"]:
     """Returns floor(alpha b) + (1 - alpha) c, each head rounded for itself, half to even."""
-    part, unit = alpha.numerator, alpha.denominator
-    scaled = c * (unit - part)
-    floor, twice = b * part // unit + scaled // unit, 2 * (scaled % unit)
+    unit = alpha.denominator
+    own, remainder = _weighed(jnp.zeros_like(b), c, alpha)
+    floor, twice = share_of(alpha, b) + own, 2 * remainder
     return floor + ((twice > unit) | ((twice == unit) & (floor % 2 == 1)))
+
+
+def _weighed(
+    b: Int[Array, "B H"], c: Int[Array, "B H"], alpha: fractions.Fraction
+) -> tuple[Int[Array, "B H"], Int[Array, "B H"]]:
+    """Returns alpha b + (1 - alpha) c rounded down, and what is left in parts of alpha's denominator."""
+    part, unit = alpha.numerator, alpha.denominator
+    rest = b % unit * part + c % unit * (unit - part)
+    return b // unit * part + c // unit * (unit - part) + rest // unit, rest % unit
 
 
 @preset

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import top_tokens
-from kvjax.policy import Moment, Needs, Policy, Score, ScoreWrapper, check_kind, check_number
+from kvjax.policy import Moment, Needs, Policy, Score, ScoreWrapper, check_kind, check_number, share_of
 
 from .common.projected_norms import projected_norms
 from .common.refusals import check_by_entry
@@ -106,7 +106,7 @@ class ProjectedValues(ScoreWrapper):
 
     def _first(self, remaining: Int[Array, "B H"]) -> Int[Array, "B H"]:
         """Returns the number of entries of the first stage."""
-        return jnp.floor(jnp.maximum(remaining, 0) * self.first + 1e-4).astype(jnp.int32)
+        return share_of(self.first, jnp.maximum(remaining, 0))
 
     def _norms(self, values: Float[Array, "B H M D"], moment: Moment) -> Float[Array, "B H M"]:
         own = jnp.mean(projected_norms(values, moment.layer.output, order=1), axis=2)

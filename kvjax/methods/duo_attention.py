@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import UNLIMITED
 from kvjax.checks import shown
 from kvjax.mesh.heads import Heads
-from kvjax.policy import AllocatedBudget, Layout, Policy, Protect, check_integer
+from kvjax.policy import AllocatedBudget, Layout, Policy, Protect, check_integer, ratio_of
 
 from .common.allocation import check_mean, check_share
 from .common.budgets import Fixed
@@ -95,7 +95,7 @@ def full_heads(gates: HeadNumbers, sparsity: float, groups: int) -> tuple[tuple[
     check_groups(groups, heads)
     by_group = np.moveaxis(values.reshape(layers, groups, -1), 1, 0).reshape(groups, -1)
     rank = np.argsort(np.argsort(by_group, axis=1, kind="stable"), axis=1)
-    full = rank >= round(by_group.shape[1] * sparsity)
+    full = rank >= round(by_group.shape[1] * ratio_of(sparsity))
     full = np.moveaxis(full.reshape(groups, layers, -1), 0, 1).reshape(layers, heads)
     return tuple(map(tuple, full.tolist()))
 

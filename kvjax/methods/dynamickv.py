@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import top_counts
-from kvjax.policy import AllocatedBudget, Policy, check_integer, check_number
+from kvjax.policy import AllocatedBudget, Policy, check_integer, check_number, share_of
 
 from .common.allocation import check_mean, scaled
 from .common.budgets import budget_of
@@ -77,7 +77,8 @@ class DynamicShares(AllocatedBudget):
         room = jnp.clip(means[0] - most_protected, 0, M)
         floor = jnp.clip(least - most_protected, 0, room)  # each layer's first entries, for which none competes
         base = room - floor
-        cap = jnp.minimum(jnp.floor(base * self.r_max + 1e-4).astype(jnp.int32), longest)
+        r_max = min(self.r_max, M)  # beyond that it limits nothing, and products would exceed 32 bits
+        cap = jnp.minimum(share_of(r_max, jnp.minimum(base, longest // int(r_max) + 1)), longest)
         of_all_heads = heads.whole_layer(jnp.moveaxis(distant, 0, 2))
         H = of_all_heads.shape[1]
         by_layer = jnp.moveaxis(of_all_heads, 2, 1).reshape(B, L, -1)

@@ -22,7 +22,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
+from kvjax.policy import (
+    Attended,
+    LayerShape,
+    Moment,
+    Needs,
+    Policy,
+    Protect,
+    Score,
+    check_integer,
+    check_number,
+    share_of,
+)
 
 from .common.budgets import budget_of
 from .registry import preset
@@ -140,7 +151,7 @@ class HiddenChange(Score):
         known = {i: own for i, own in enumerate(per_row) if own is not None}
         if not known:
             return per_row
-        layers = (int(share * len(per_row)) for share in (self.early, self.late))
+        layers = (share_of(share, len(per_row)) for share in (self.early, self.late))
         early, late = (known[min(known, key=lambda i: abs(i - layer))] for layer in layers)
         score = early.deviation[:, :1] - late.deviation[:, :1]  # that of all heads, of which layers have any number
         return [

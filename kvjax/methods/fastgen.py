@@ -14,7 +14,6 @@ Differences from the paper:
 
 from __future__ import annotations
 
-import fractions
 from dataclasses import dataclass
 
 import jax
@@ -24,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import Slots, mark
 from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import top_tokens
-from kvjax.policy import AllocatedBudget, Layout, Moment, Needs, Policy, Protect, check_integer
+from kvjax.policy import AllocatedBudget, Layout, Moment, Needs, Policy, Protect, check_integer, share_of
 
 from .common.accumulated import AccumulatedAttention
 from .common.allocation import check_mean, check_share
@@ -61,18 +60,12 @@ class AttentionClasses(AccumulatedAttention):
         received = jnp.where(held, received, 0)
         shares = received / jnp.maximum(jnp.sum(received, axis=-1, keepdims=True), 1e-30)
         length = moment.next_position[:, None]
-        number = jnp.broadcast_to(_part(length, self.frequent), shares.shape[:2])
+        number = jnp.broadcast_to(share_of(self.frequent, length), shares.shape[:2])
         ranked = jnp.where(held, received, -jnp.inf)
         frequent = mark(top_tokens(ranked, entries.positions, number, size=entries.slots), entries.slots)
-        local = entries.positions >= (length - _part(length, self.local))[..., None]
+        local = entries.positions >= (length - share_of(self.local, length))[..., None]
         kind = jnp.where(entries.positions < self.sinks, 3, jnp.where(frequent, 2, jnp.where(local, 1, 0)))
         return kind + shares / 2
-
-
-def _part(length: Int[Array, "B 1"], share: float) -> Int[Array, "B 1"]:
-    """Returns the share of a length, rounded down in integers."""
-    ratio = fractions.Fraction(share).limit_denominator(1000)
-    return length * ratio.numerator // ratio.denominator
 
 
 @dataclass(frozen=True)

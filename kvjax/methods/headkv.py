@@ -14,7 +14,6 @@ Differences from the paper and its code:
 
 from __future__ import annotations
 
-import fractions
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.mesh.heads import Heads
-from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_number
+from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_number, ratio_of, share_of
 
 from .common.allocation import check_mean
 from .common.budgets import budget_of
@@ -76,8 +75,8 @@ class ImportanceShares(AllocatedBudget):
         protected = jnp.sum(jnp.isposinf(scores), axis=-1)
         most_protected = jnp.max(protected, axis=(0, 2))
         free = jnp.maximum(means[0] - most_protected, 0)
-        ratio = fractions.Fraction(self.beta).limit_denominator(1000)
-        pool = jnp.minimum(free * ratio.denominator // ratio.numerator, means[0] - jnp.maximum(least, most_protected))
+        pool = share_of(1 / ratio_of(self.beta), free)
+        pool = jnp.minimum(pool, means[0] - jnp.maximum(least, most_protected))
         pool = jnp.maximum(pool, 0)
         shares = jnp.asarray(proportions(self.importance, self.groups), jnp.float32)[:, heads.kv_indices(H)]
         given = apportioned(shares, pool, groups)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots, mark
-from kvjax.policy import Effects, Keep, Merge, Moment, Policy, Ranked, check_kind, check_number
+from kvjax.policy import Effects, Keep, Merge, Moment, Policy, Ranked, check_kind, check_number, share_of
 
 from .common import nearest
 from .common.refusals import check_own_positions
@@ -84,7 +84,7 @@ class NearestValues(Merge):
         if self.fraction == 1:
             return similar
         n = jnp.sum(there, axis=-1, keepdims=True)
-        most = n - jnp.ceil((1 - self.fraction) * (n - 1) - 1e-6).astype(jnp.int32)
+        most = 1 + share_of(self.fraction, n - 1)
         ordered = jnp.flip(jnp.sort(jnp.where(similar, u, -jnp.inf), axis=-1), axis=-1)
         least = jnp.take_along_axis(ordered, jnp.maximum(most - 1, 0), axis=-1)
         return similar & (u >= least)

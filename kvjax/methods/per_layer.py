@@ -16,10 +16,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.checks import is_finite, shown
-from kvjax.policy import Budget, Policy, check_kind
+from kvjax.policy import Budget, Policy, check_kind, share_of
 
 from .common.allocation import check_mean
-from .common.budgets import share_of
 from .registry import preset
 from .snapkv import snapkv
 

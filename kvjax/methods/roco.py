@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import top_tokens
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_number
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_number, share_of
 
 from .common import group_weights
 from .common.budgets import budget_of
@@ -88,7 +88,7 @@ class RobustAttention(Score):
         if moment.protected is not None:
             deviation = jnp.where(moment.protected, jnp.inf, deviation)
         deviation = jnp.where(entries.positions >= 0, deviation, -jnp.inf)
-        number = jnp.floor(moment.counts * self.exempt + 1e-4).astype(jnp.int32)
+        number = share_of(self.exempt, moment.counts)
         largest = top_tokens(deviation, entries.positions, number, size=entries.slots)
         return jnp.where(mark(largest, entries.slots), ABOVE + mean, mean)
 

@@ -15,10 +15,21 @@ from dataclasses import dataclass, replace
 from jaxtyping import Array, Float, UInt32
 
 from kvjax.cache import Slots
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
+from kvjax.policy import (
+    Attended,
+    LayerShape,
+    Moment,
+    Needs,
+    Policy,
+    Protect,
+    Score,
+    check_integer,
+    check_number,
+    share_of,
+)
 
 from .common import query_bits
-from .common.budgets import budget_of, share_of
+from .common.budgets import budget_of
 from .common.refusals import check_first_rotation
 from .registry import preset
 

@@ -113,15 +113,15 @@ class LazyLayers(AllocatedBudget):
     def allocate(
         self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
     ) -> Int[Array, "L B H"]:
-        L = scores.shape[0]
         positive = jnp.sum(jnp.where(jnp.isfinite(scores), jnp.maximum(scores, 0), 0), axis=-1)
         laziness = heads.mean(jnp.moveaxis(positive, 0, -1))[:, 0].T
         held = jnp.max(jnp.sum(scores > -jnp.inf, axis=-1), axis=2)
         few = jnp.minimum(held, max(self.lazy, least))
-        saved = jnp.maximum((held - few)[0], 1)
-        needed = (jnp.sum(held - means, axis=0) + saved - 1) // saved
-        rank = jnp.argsort(jnp.argsort(-laziness, axis=0, stable=True), axis=0)
-        lazy = (laziness > self.threshold) | (rank < jnp.clip(needed, 0, L))
+        order = jnp.argsort(-laziness, axis=0, stable=True)
+        saved = jnp.take_along_axis(held - few, order, axis=0)  # a layer with a sliding window saves less than others
+        needed = jnp.cumsum(saved, axis=0) - saved < jnp.sum(held - means, axis=0)
+        needed = jnp.take_along_axis(needed, jnp.argsort(order, axis=0), axis=0)
+        lazy = (laziness > self.threshold) | needed
         return jnp.broadcast_to(jnp.where(lazy, few, held)[..., None], scores.shape[:3])
 
 

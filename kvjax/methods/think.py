@@ -23,7 +23,17 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import slot_attention
-from kvjax.policy import PLAIN, Attended, LayerShape, Policy, Storage, check_integer, check_kind, check_number
+from kvjax.policy import (
+    PLAIN,
+    Attended,
+    LayerShape,
+    Policy,
+    Storage,
+    check_integer,
+    check_kind,
+    check_number,
+    share_of,
+)
 
 from .common.settling import check_settling
 from .common.window_attention import QueryRing
@@ -112,7 +122,7 @@ class ThinKeys(Storage):
         queries = entries.storing.queries.astype(jnp.float32).reshape(B, H, -1, D)
         keys = jnp.where(entries.positions[..., None] >= 0, entries.keys.astype(jnp.float32), 0)
         scores = jnp.sum(queries**2, axis=2) * jnp.sum(keys**2, axis=2)
-        _, channels = jax.lax.top_k(scores, D - int(D * self.ratio))
+        _, channels = jax.lax.top_k(scores, D - share_of(self.ratio, D))
         channels = jnp.sort(channels, axis=-1)
         newest, older = entries.parted(self.recent)
         left = jnp.take_along_axis(older.keys, channels[:, :, None], axis=-1, mode="promise_in_bounds")

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import Reduction, top_tokens
-from kvjax.policy import Moment, Needs, Policy, Protect, check_integer, check_number
+from kvjax.policy import Moment, Needs, Policy, Protect, check_integer, check_number, share_of
 
 from .common.budgets import budget_of
 from .common.pooling import Pooling
@@ -76,7 +76,7 @@ class StochasticAttention(QueryWindow):
         values = entries.values.astype(jnp.float32)
         spread = jnp.max(values, axis=-1) - jnp.min(values, axis=-1)
         spread = jnp.where(entries.positions < self.sinks, jnp.inf, spread)
-        number = jnp.floor(moment.counts * self.large + 1e-4).astype(jnp.int32)
+        number = share_of(self.large, moment.counts)
         largest = top_tokens(jnp.where(distant, spread, -jnp.inf), entries.positions, number, size=entries.slots)
         return jnp.where(mark(largest, entries.slots) & distant, ABOVE, scores + self.noise(entries, moment))
 

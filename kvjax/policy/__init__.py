@@ -1,6 +1,6 @@
 """The language of policies: the interfaces of parts, and the policy that combines them. It knows no method."""
 
-from .budget import AllocatedBudget, Budget, Layout, check_alike, most_entries
+from .budget import FINEST, AllocatedBudget, Budget, Layout, check_alike, most_entries, ratio_of, share_of
 from .learned import LearnedTokens
 from .merge import Drop, Effects, Keep, Merge
 from .part import Part, check_choice, check_integer, check_kind, check_number, named
@@ -12,6 +12,7 @@ from .storage import PLAIN, Storage
 from .together import MergesLater, Together
 
 __all__ = [
+    "FINEST",
     "PLAIN",
     "AllocatedBudget",
     "Attended",
@@ -49,4 +50,6 @@ __all__ = [
     "check_number",
     "most_entries",
     "named",
+    "ratio_of",
+    "share_of",
 ]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import UNLIMITED, FromKeys, Slots, Values
 from kvjax.pallas_kernels import Stored
 
-from .budget import Budget, most_entries
+from .budget import Budget, most_entries, share_of
 from .learned import LearnedTokens
 from .merge import Drop, Merge
 from .part import Part, check_choice, check_integer, check_kind, named
@@ -53,11 +53,7 @@ class Protect(Part):
         self, positions: Int[Array, "B H M"], next_position: Int[Array, "B"], capacity: Int[Array, "B H"]
     ) -> Bool[Array, "B H M"]:
         """Returns True for the entries that must stay when the token at `next_position` comes in next."""
-        recent = jnp.asarray(
-            jnp.floor(capacity * self.recent + 1e-4).astype(jnp.int32)
-            if isinstance(self.recent, float)
-            else self.recent
-        )
+        recent = jnp.asarray(share_of(self.recent, capacity) if isinstance(self.recent, float) else self.recent)
         oldest = next_position[:, None] - recent
         return (positions >= 0) & ((positions < self.sinks) | (positions >= oldest[..., None]))
 
@@ -242,7 +238,10 @@ class Policy:
     def rank(
         self, entries: Slots, moment: Moment, counts: Int[Array, "B H"] | None, *, raised: bool = True
     ) -> Float[Array, "B H M"]:
-        """Returns scores, -inf for empty slots. NaN counts as the lowest number, so that its entry can be evicted.
+        """Returns scores, -inf for empty slots.
+
+        What is not finite counts as the lowest number, or as the largest if it is +inf: an entry is no empty slot for
+        its score, and one that is not protected can be evicted.
 
         Args:
             counts: the number of entries that each head retains; None while that is still to be allocated.
@@ -250,7 +249,8 @@ class Policy:
         """
         protected = self._protected(entries, moment)
         scores = self.score(entries.plain(), moment._replace(protected=protected, counts=counts))
-        scores = jnp.where(jnp.isnan(scores), jnp.finfo(jnp.float32).min, scores)
+        number = jnp.finfo(jnp.float32)
+        scores = jnp.where(jnp.isnan(scores), number.min, jnp.clip(scores, number.min, number.max))
         if raised:
             scores = jnp.where(protected, jnp.inf, scores)
         return jnp.where(entries.positions >= 0, scores, -jnp.inf)

@@ -21,6 +21,7 @@ from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE, compact
 from kvjax.policy import Moment, Policy
 from kvjax.runtime.clock import Run, run_at_once
+from kvjax.runtime.memory import check_bytes, device_memory, tree_bytes
 
 from .beside import Beside, with_learned
 from .layers import facts_of
@@ -43,6 +44,7 @@ def allocated(
     if not begins:
         kept = tuple(max(most or 0, now) for most, now in zip(kept, cache.entries.bounds, strict=True))
     rows = pool_rows(policy, kept, cache.entries.heads[0].number, room)
+    _check_fits(cache, rows)
     cache, beside = with_learned(params, cache, run=run)
     cache = allocate(params, cache, beside, rows=rows, room=room, run=run)
     if not shows_whole_segments(policy) or isinstance(cache.length, jax.core.Tracer):
@@ -53,6 +55,18 @@ def allocated(
     pool = cache.entries
     assert isinstance(pool, Segments)
     return replace(cache, entries=pool.within(longest))
+
+
+def _check_fits(cache: KVCache, rows: int) -> None:
+    """Raises MemoryError if a pool with so many rows per lane exceeds the devices that hold the cache."""
+    if not isinstance(cache.length, jax.Array) or isinstance(cache.length, jax.core.Tracer):
+        return
+    layer, devices = cache.entries[0], cache.length.sharding.addressable_devices
+    budget: Any = cache.policy.budget
+    lanes = budget.layout.lanes(cache.entries.heads[0].number)
+    row = tree_bytes((layer.keys, layer.values, layer.positions)) // layer.positions.size
+    needed = row * cache.batch_size * lanes * rows // (1 if cache.mesh is None else cache.mesh.size)
+    check_bytes("the cache", needed, device_memory(devices))
 
 
 def shows_whole_segments(policy: Policy) -> bool:

@@ -217,6 +217,13 @@ def test_a_fault_leaves_the_old_or_the_new_file(fault: Callable[[str], None], tm
     assert step > 0
 
 
+@pytest.mark.parametrize("check", [check_file, check_folder])
+def test_a_text_is_no_truth(check: Callable[..., None], tmp_path: Path) -> None:
+    """overwrite="no" overwrites nothing."""
+    with pytest.raises(ValueError, match="overwrite='no': expected True or False"):
+        check(tmp_path / "new", "no")
+
+
 def test_a_file_that_exists_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     check_file(path, overwrite=False)

@@ -59,6 +59,16 @@ def test_lazy_layers(budget, threshold, expected):
     assert np.asarray(counts)[:, 0].tolist() == [[n, n] for n in expected]
 
 
+def test_layers_with_a_sliding_window_save_less():
+    """One layer of 20 tokens and three of 5, the lazier ones: making one of these lazy would leave 33 of 28."""
+    scores = np.full((4, 1, 2, 24), -np.inf, np.float32)
+    for layer, (held, laziness) in enumerate([(20, 0.1), (5, 0.4), (5, 0.6), (5, 0.5)]):
+        scores[layer, ..., :held], scores[layer, ..., 0] = -0.01, laziness
+    for budget, expected in ((9, [20, 5, 5, 5]), (8, [20, 4, 4, 4]), (7, [4, 4, 4, 4])):
+        counts = LazyLayers(Fixed(budget), 4, 1.0).allocate(jnp.asarray(scores), jnp.full((4, 1), budget), 0, ALL_HEADS)
+        assert np.asarray(counts)[:, 0, 0].tolist() == expected
+
+
 @pytest.mark.long
 def test_lazy_layers_retain_the_first_and_the_newest():
     """A budget for one of two layers makes the lazier one lazy; without one, no layer passes a threshold of 1."""

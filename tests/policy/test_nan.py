@@ -1,4 +1,4 @@
-"""Scores that are not a number, as of a model that overflows: they count as the lowest, and evictions go on."""
+"""Scores that are not finite, as of a model that overflows: they count as numbers, and evictions go on."""
 
 from __future__ import annotations
 
@@ -22,6 +22,16 @@ class Broken(Score):
     def __call__(self, entries: Slots, moment: Moment) -> jnp.ndarray:
         broken = (entries.positions % 3 == 0) & (jnp.arange(2) == 0)[:, None]
         return jnp.where(broken, jnp.nan, entries.positions.astype(jnp.float32))
+
+
+@dataclass(frozen=True)
+class Alike(Score):
+    """One value for all entries."""
+
+    value: float
+
+    def __call__(self, entries: Slots, moment: Moment) -> jnp.ndarray:
+        return jnp.full(entries.positions.shape, self.value)
 
 
 def steps(policy: Policy, length: int, count: int) -> list[list[int]]:
@@ -63,3 +73,16 @@ def test_a_policy_that_looks_at_no_score_evicts_by_age() -> None:
     policy = parse("cam:budget=6,sinks=1,tokens=2,form=expected")
     broken = Policy(Broken(), policy.budget, policy.select, protect=policy.protect, every=1)
     assert steps(broken, 6, 2) == [[0, 1, 2, 3, 4, 5], [0, 2, 3, 4, 5, 6], [0, 3, 4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+@pytest.mark.parametrize("budget", [Fixed(8), AdaptiveShares(Fixed(8), 1.0, normalise=False)])
+def test_infinite_scores_are_numbers(budget: Budget, value: float) -> None:
+    """No entry counts as an empty slot or as protected: a budget is filled, and a full head makes room for a token."""
+    policy = Policy(Alike(value), budget, protect=Protect(recent=1), every=1)
+    assert steps(policy, 6, 0) == [[0, 1, 2, 3, 4, 5]]
+    assert steps(policy, 12, 2) == [
+        [0, 1, 2, 3, 4, 5, 6, 11],
+        [0, 1, 2, 3, 4, 5, 11, 12],
+        [0, 1, 2, 3, 4, 5, 12, 13],
+    ]

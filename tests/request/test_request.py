@@ -132,6 +132,14 @@ def test_options(
     assert compiled == []
 
 
+def test_log_probs(fresh: Decoder, compiled: list[str]) -> None:
+    """A text would count as True."""
+    for value in ("no", 1, None):
+        with pytest.raises(ValueError, match=f"log_probs={value!r}: expected True or False"):
+            kvjax.generate(fresh, [1], log_probs=value)  # type: ignore[arg-type]
+    assert compiled == []
+
+
 @pytest.mark.parametrize("options", [{"chunk": 0}, {"compress": "chunk"}, {"policy": 3}, {"cache": 3}])
 def test_options_of_prefill(fresh: Decoder, compiled: list[str], options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"expected|accepted|needs"):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fractions
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxtyping import Array, Int
 
 from kvjax.checks import shown
-from kvjax.policy import Budget, check_integer, check_kind, check_number
+from kvjax.policy import FINEST, Budget, check_integer, check_kind, check_number, share_of
 
 
 @dataclass(frozen=True)
@@ -65,25 +64,10 @@ class Fraction(Budget):
         return share_of(self.share, prompt_lengths)
 
 
-FINEST = 10_000  # the largest denominator of a share
-Total = TypeVar("Total", int, Array)
-
-
-def ratio_of(share: float) -> fractions.Fraction:
-    """Returns the share as people write it, so that 0.1 is exactly one tenth."""
-    return fractions.Fraction(share).limit_denominator(FINEST)
-
-
 def check_share_of(name: str, value: Any, whole: str) -> None:
     """Raises ValueError unless a value is a share of a whole that `ratio_of` can state."""
     check_number(name, value, f"a share of {whole} above 0 and at most 1", lambda x: 0 < x <= 1)
     check_number(name, value, f"a share of {whole} of 1/{FINEST} or more", lambda x: x >= 1 / FINEST)
-
-
-def share_of(share: float, total: Total) -> Total:
-    """Returns the share of an integer, rounded down. The products stay far below 2^31."""
-    numerator, denominator = ratio_of(share).as_integer_ratio()
-    return total // denominator * numerator + total % denominator * numerator // denominator
 
 
 def budget_of(budget: int | float) -> Fixed | Fraction:

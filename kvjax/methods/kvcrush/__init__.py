@@ -25,9 +25,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from kvjax.policy import Policy, check_kind
+from kvjax.policy import Policy, check_kind, share_of
 
-from ..common.budgets import share_of
 from ..registry import preset
 from ..snapkv import snapkv
 from .pages import Pages

@@ -14,9 +14,18 @@ from kvjax.cache import mark
 from kvjax.checks import shown
 from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import compact, top_tokens
-from kvjax.policy import Policy, Ranked, Select, SelectWrapper, check_choice, check_integer, check_kind, check_number
+from kvjax.policy import (
+    Policy,
+    Ranked,
+    Select,
+    SelectWrapper,
+    check_choice,
+    check_integer,
+    check_kind,
+    check_number,
+    share_of,
+)
 
-from ..common.budgets import share_of
 from .pages import PageMap, check_entrywise, fill
 from .query_heads import by_query_head
 from .signatures import Signatures
@@ -208,7 +217,7 @@ class Representatives(SelectWrapper):
     ) -> Bool[Array, "B H M F"]:
         """Returns the bits of all F heads of the layer for each head's tokens or pages."""
         B, H, G, M = scores.shape
-        upper = jnp.floor(jnp.sum(left, axis=-1) * self.upper).astype(jnp.int32)
+        upper = share_of(self.upper, jnp.sum(left, axis=-1))
         ranked, ones = left, upper
         if self.bits == "query":  # a query head ranks anew what its kv head has retained for its score
             ranked = (left | important) & ~protected

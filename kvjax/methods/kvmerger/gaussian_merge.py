@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import Slots, mark
 from kvjax.checks import is_finite, shown
 from kvjax.pallas_kernels import compact, top_tokens
-from kvjax.policy import Effects, Keep, Merge, Moment, Policy, Ranked, check_choice, check_integer
+from kvjax.policy import Effects, Keep, Merge, Moment, Policy, Ranked, check_choice, check_integer, share_of
 
 from ..common.by_position import RandomDraw
 from .cluster import Rule, set_ends, solve_theta
@@ -128,7 +128,7 @@ class GaussianMerge(Merge):
     def _heavy(self, counts: Int[Array, "B H"]) -> Int[Array, "B H"]:
         """Returns the number of heavy hitters of heads that retain `counts` entries."""
         if isinstance(self.heavy, float):
-            return jnp.floor(counts * self.heavy + 1e-4).astype(jnp.int32)
+            return share_of(self.heavy, counts)
         return jnp.full(counts.shape, self.heavy)
 
     def _merged(

@@ -34,6 +34,8 @@ from kvjax.policy import (
     check_integer,
     check_kind,
     check_number,
+    ratio_of,
+    share_of,
 )
 
 from ..common.query_sample import chosen_queries, lots_of
@@ -133,8 +135,8 @@ class SalientCodes(Storage):
         scores = jnp.where(older.positions >= 0, scores, -jnp.inf)
         # Rounded down alike for all heads, so that one that holds fewer entries has no more of a kind than one that
         # holds more.
-        others = int(older.slots * (1 - self.salient) + 1e-4)
-        number = jnp.floor(older.occupancy * (1 - self.salient) + 1e-4).astype(jnp.int32)
+        share = 1 - ratio_of(self.salient)
+        others, number = share_of(share, older.slots), share_of(share, older.occupancy)
         number = jnp.clip(number, older.occupancy - (older.slots - others), others)
         counts, most = older.occupancy - number, older.slots - others
         salient = top_tokens(scores, older.positions, counts, size=most)
