@@ -136,7 +136,7 @@ def test_log_probs(fresh: Decoder, compiled: list[str]) -> None:
     """A text would count as True."""
     for value in ("no", 1, None):
         with pytest.raises(ValueError, match=f"log_probs={value!r}: expected True or False"):
-            kvjax.generate(fresh, [1], log_probs=value)  # type: ignore[arg-type]
+            kvjax.generate(fresh, [1], log_probs=value)
     assert compiled == []
 
 
