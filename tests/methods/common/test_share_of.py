@@ -125,7 +125,6 @@ def largest_layer(r_max: float) -> int:
         (lambda: largest_layer(1.05), 2709),
         (lambda: largest_layer(2e6), 3000),
     ],
-    ids=str,
 )
 def test_parts_count_shares_so(number: Any, expected: int) -> None:
     assert number() == expected
