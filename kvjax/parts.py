@@ -15,7 +15,7 @@ from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods import registry
 from kvjax.methods.common import group_weights, nearest, query_bits
 from kvjax.methods.common.allocation import check_limited, check_mean, check_share, raise_best, scaled
-from kvjax.methods.common.budgets import budget_of, check_share_of
+from kvjax.methods.common.budgets import budget_of
 from kvjax.methods.common.in_turns import in_turns
 from kvjax.methods.common.mean_rotation import mean_rotation
 from kvjax.methods.common.projected_norms import projected_norms
@@ -80,6 +80,7 @@ from kvjax.policy import (
     check_integer,
     check_kind,
     check_number,
+    check_share_of,
     most_entries,
     ratio_of,
     share_of,

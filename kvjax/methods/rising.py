@@ -15,9 +15,8 @@ from fractions import Fraction as Ratio
 
 from jaxtyping import Array, Int
 
-from kvjax.policy import Budget, Policy, check_integer, check_kind, ratio_of, share_of
+from kvjax.policy import Budget, Policy, check_integer, check_kind, check_share_of, ratio_of, share_of
 
-from .common.budgets import check_share_of
 from .common.refusals import check_plain_budget
 from .h2o import h2o
 from .registry import preset

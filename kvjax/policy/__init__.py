@@ -1,6 +1,6 @@
 """The language of policies: the interfaces of parts, and the policy that combines them. It knows no method."""
 
-from .budget import FINEST, AllocatedBudget, Budget, Layout, check_alike, most_entries, ratio_of, share_of
+from .budget import AllocatedBudget, Budget, Layout, check_alike, most_entries
 from .learned import LearnedTokens
 from .merge import Drop, Effects, Keep, Merge
 from .part import Part, check_choice, check_integer, check_kind, check_number, named
@@ -8,11 +8,11 @@ from .passes import Pass, Replay, Texts
 from .policy import Limits, Policy, Protect
 from .score import Attended, LayerShape, Moment, Needs, Received, Score, ScoreWrapper
 from .select import Ranked, Select, SelectWrapper, TopTokens
+from .shares import check_share_of, ratio_of, share_of
 from .storage import PLAIN, Storage
 from .together import MergesLater, Together
 
 __all__ = [
-    "FINEST",
     "PLAIN",
     "AllocatedBudget",
     "Attended",
@@ -48,6 +48,7 @@ __all__ = [
     "check_integer",
     "check_kind",
     "check_number",
+    "check_share_of",
     "most_entries",
     "named",
     "ratio_of",

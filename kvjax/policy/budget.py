@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction as Ratio
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -15,21 +15,6 @@ from jaxtyping import Array, Float, Int
 from kvjax.mesh.heads import Heads
 
 from .part import Part, check_kind
-
-FINEST = 10_000  # the largest denominator of a share
-Total = TypeVar("Total", int, Array)
-
-
-def ratio_of(share: float | Ratio) -> Ratio:
-    """Returns the share as people write it, so that 0.1 is exactly one tenth."""
-    return Ratio(share).limit_denominator(FINEST)
-
-
-def share_of(share: float | Ratio, total: Total) -> Total:
-    """Returns the share of an integer, rounded down. No product is much larger than the result."""
-    whole, part = divmod(ratio_of(share), 1)
-    numerator, denominator = part.as_integer_ratio()
-    return total * whole + total // denominator * numerator + total % denominator * numerator // denominator
 
 
 @dataclass(frozen=True)

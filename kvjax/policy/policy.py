@@ -13,12 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import UNLIMITED, FromKeys, Slots, Values
 from kvjax.pallas_kernels import Stored
 
-from .budget import Budget, most_entries, share_of
+from .budget import Budget, most_entries
 from .learned import LearnedTokens
 from .merge import Drop, Merge
 from .part import Part, check_choice, check_integer, check_kind, named
 from .score import LayerShape, Moment, Score
 from .select import Ranked, Select, TopTokens
+from .shares import share_of
 from .storage import PLAIN, Storage
 
 

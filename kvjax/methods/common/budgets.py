@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from jaxtyping import Array, Int
 
 from kvjax.checks import shown
-from kvjax.policy import FINEST, Budget, check_integer, check_kind, check_number, share_of
+from kvjax.policy import Budget, check_integer, check_kind, check_share_of, share_of
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,6 @@ class Fraction(Budget):
 
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
         return share_of(self.share, prompt_lengths)
-
-
-def check_share_of(name: str, value: Any, whole: str) -> None:
-    """Raises ValueError unless a value is a share of a whole that `ratio_of` can state."""
-    check_number(name, value, f"a share of {whole} above 0 and at most 1", lambda x: 0 < x <= 1)
-    check_number(name, value, f"a share of {whole} of 1/{FINEST} or more", lambda x: x >= 1 / FINEST)
 
 
 def budget_of(budget: int | float) -> Fixed | Fraction:
