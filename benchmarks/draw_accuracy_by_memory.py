@@ -89,9 +89,7 @@ def main() -> None:
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         draw(axes, results)
-        axes.set_title(
-            "Nearly the same answers from a quarter of the cache", loc="left", fontsize=19, weight="bold", pad=14
-        )
+        axes.set_title(TITLE, loc="left", fontsize=19, weight="bold", pad=14)
         figure.savefig(DOCS / "pictures/accuracy_by_memory.png")
 
 

@@ -199,10 +199,10 @@ class Segments(Entries):
             logits=query.reduction is not None,
             asked=query.asked,
         )
-        received = None if query.reduction is None else partial(received_by, found, query)
+        received = None if query.reduction is None else partial(_received_by, found, query)
         scores = None
         if query.asked is not None and found.scores is not None:
-            scores = partial(asked_of, found.scores, query.asked.positions)
+            scores = partial(_asked_of, found.scores, query.asked.positions)
         return StepAttention(found.context, found.lse, received, scores)
 
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Segments:
@@ -316,7 +316,7 @@ def _put(each: tuple[Any, ...], first: int, *new: Any) -> tuple[Any, ...]:
     return (*each[:first], *new, *each[first + len(new) :])
 
 
-def received_by(found: SegmentAttention, query: StepQuery, held: Slots, take: Take) -> Float[Array, "B H M"]:
+def _received_by(found: SegmentAttention, query: StepQuery, held: Slots, take: Take) -> Float[Array, "B H M"]:
     """Reduces the attention on a piece from the logits of the queries, or computes it again if there are none."""
     reduction, positions = query.reduction, query.positions
     assert reduction is not None
@@ -330,7 +330,9 @@ def received_by(found: SegmentAttention, query: StepQuery, held: Slots, take: Ta
     return fold(weights, reduction.of_group, axis=2)
 
 
-def asked_of(scores: Float[Array, "B P T"], asked: Int[Array, "B X"], held: Slots, take: Take) -> Float[Array, "B H M"]:
+def _asked_of(
+    scores: Float[Array, "B P T"], asked: Int[Array, "B X"], held: Slots, take: Take
+) -> Float[Array, "B H M"]:
     """Returns the attention that a piece received from the extra query rows at positions `asked`."""
     asking = jnp.any(asked >= 0, axis=1)[:, None, None]
     return jnp.where((held.positions >= 0) & asking, take(scores), 0.0)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.checks import is_finite, is_integer, shown
+from kvjax.checks import check_truth, is_finite, is_integer, shown
 from kvjax.decoding.grammars import Grammar, GrammarError, Grammars, Matcher
 from kvjax.decoding.row_guides import TOP, RowGuides
 
@@ -54,8 +54,7 @@ class Guide:
             raise ValueError(f"top_log_probs={shown(top)}: expected an integer from 0 to {TOP}")
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise ValueError(f"grammar={shown(self.grammar)}: expected a Grammar, or None")
-        if not isinstance(self.echo, bool):
-            raise ValueError(f"echo={shown(self.echo)}: expected True or False")
+        check_truth("echo", self.echo)
         bias = self.logit_bias
         if not isinstance(bias, Mapping) or len(bias) > BIASES or not all(map(_is_number, bias.values())):
             expected = f"at most {BIASES} numbers by token id, each from -{LARGEST:g} to {LARGEST:g}"
