@@ -19,6 +19,7 @@ from kvjax.cli.progress import Bar, Line
 from kvjax.runtime.compiled import keep_compiled
 
 if TYPE_CHECKING:
+    from kvjax.evaluation.asking import Asker
     from kvjax.evaluation.planning import RunPlan
     from kvjax.evaluation.runner import Summary
 
@@ -159,13 +160,15 @@ def refused(plan: RunPlan) -> list[str]:
 
 def run_here(plan: RunPlan, out: Path) -> Summary:
     """Runs a plan in this process."""
-    from kvjax.evaluation.runner import run
+    from kvjax.evaluation.runner import here, record
     from kvjax.evaluation.worker import load_asker
 
-    with Line(f"loading {plan.grid.model}"):
-        ask = load_asker(plan)
+    def load() -> Asker:
+        bar.at(f"loading {plan.grid.model}")
+        return load_asker(plan)
+
     with Watching("answers") as bar:
-        return run(plan, ask, out, bar)
+        return record(plan, partial(here, plan, load), out, bar)
 
 
 def _on_ray(plan: RunPlan, out: Path, address: str, workers: int | None) -> Summary:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.model import plan_for, plan_run
 from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.report.results import Results, read_results
-from kvjax.evaluation.runner import Watch
-from kvjax.evaluation.runner import run as run_plan
+from kvjax.evaluation.runner import Watch, here, record
 from kvjax.evaluation.scorers import Function, Scorer, scorer
 from kvjax.evaluation.tasks.own import read_tasks, tasks_of
 from kvjax.evaluation.tasks.task import Task
@@ -70,11 +70,11 @@ def run(
     grid = Grid.of({"policies": named, "tasks": _lines(tasks, scorer(score), max_new_tokens), **options})
     plan, load = _plan(model, grid, options)
     with tempfile.TemporaryDirectory(prefix="kvjax-") if out is None else nullcontext(out) as folder:
-        summary = run_plan(plan, load(), Path(folder), watch)
+        summary = record(plan, partial(here, plan, load), Path(folder), watch)
         if summary.errors:
             more = f" (and {len(summary.errors) - 1:,} more)" if len(summary.errors) > 1 else ""
             warnings.warn(f"{summary.errors[0]}{more}", stacklevel=2)
-        (results,) = read_results([folder])
+        (results,) = read_results([folder], {line.task.name: line.task for line in grid.tasks if line.task})
     return results
 
 
@@ -101,11 +101,11 @@ def _plan(model: Any, grid: Grid, options: Mapping[str, Any]) -> tuple[RunPlan, 
     if not isinstance(model, tuple):
         check_path("model", model)
         plan = plan_run(grid.but(model=os.fspath(model)))
-        return plan, lambda: load_asker(plan)
+        return plan, partial(load_asker, plan)
     if len(model) != 2 or not isinstance(model[0], Decoder):
         raise ValueError(f"model={shown(model)}: expected a path, or the decoder and the tokenizer of kvjax.load")
     if given := [name for name in OF_FILES if name in options]:
         raise ValueError(f"{given[0]}={shown(options[given[0]])} of a model that is loaded: expected it to be left out")
     params, tokenizer = model
     plan = plan_for(replace(grid, model=LOADED), tokenizer, params.config, params.embed.dtype)
-    return plan, lambda: Asker.of(grid, params, tokenizer)
+    return plan, partial(Asker.of, grid, params, tokenizer)

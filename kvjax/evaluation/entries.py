@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from kvjax.checks import shown
 from kvjax.evaluation.tasks.task import Task
 from kvjax.policies import brief, parse
-from kvjax.policy import Policy
+from kvjax.policy import Policy, share_of
 
 Budget: TypeAlias = int | float
 Setting = Literal["after", "before"]
@@ -107,7 +107,7 @@ class PolicyLine:
                 "of"
             )
         text = text.replace("{budget}", repr(budget)).replace("{removed}", repr(round(1 - budget, 6)))
-        return text.replace("{entries}", str(int(budget * (self.tokens or 0))))
+        return text if self.tokens is None else text.replace("{entries}", str(share_of(budget, self.tokens)))
 
     def document(self) -> dict[str, Any]:
         """The line as a JSON object."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvjax.checks import shown
 from kvjax.evaluation.entries import PolicyLine
-from kvjax.evaluation.lines import Key, content, is_number
+from kvjax.evaluation.lines import Key, Line, content, is_number
 from kvjax.evaluation.planning import RunPlan, cell_fields, name_of
 from kvjax.evaluation.records import RESULTS
 from kvjax.files.home import from_home, without_home
@@ -31,15 +31,19 @@ def check_results(out: Path) -> None:
         raise ValueError(f"{out} holds {path.name} without run.json: expected a folder of kvjax eval, or another one")
 
 
-def write_header(plan: RunPlan, out: Path) -> None:
+def write_header(plan: RunPlan, out: Path, asked: Mapping[Key, Line]) -> None:
     """Writes the grid and the model to `run.json`. The caller holds the results file open.
 
+    Args:
+        asked: what the results file records of the questions that have answers, by `ASKED`.
+
     Raises:
-        ValueError: if the file is of a run with other answers.
+        ValueError: if the file is of a run with other answers, or of other questions.
     """
     there = read_header(out) if (out / "run.json").exists() else None
     if there is not None:
         _check_fixed(plan, out, there)
+        _check_questions(plan, out, asked)
     write_file(out / "run.json", _header(plan, {} if there is None else there.get("tasks", {})))
     write_file(out / PROMPTS, json.dumps(read_prompts(out) | _prompts(plan), ensure_ascii=False))
 
@@ -144,6 +148,20 @@ def check_policies(plan: RunPlan, texts: Mapping[Key, str], out: Path) -> None:
                 f"gates={shown(list(plan.grid.gates))}, but {out} holds answers of {name_of(cell)} with "
                 f"gates={shown(earlier)}: expected the same value or another folder"
             )
+
+
+def _check_questions(plan: RunPlan, out: Path, asked: Mapping[Key, Line]) -> None:
+    """Raises ValueError if a question of the plan differs from the one that has answers in its place."""
+    for item in plan.items:
+        for index in range(len(item.questions)):
+            earlier = asked.get((item.task.name, item.length, item.example.id, index), {})
+            mine = item.asked(index)
+            if name := next((name for name in earlier if earlier[name] != mine[name]), None):
+                raise ValueError(
+                    f"{out} holds answers to another question {index} of {shown(item.example.id)} of the task "
+                    f"{shown(item.task.name)}, with {name}={shown(earlier[name])} and not {shown(mine[name])}: "
+                    "expected the same data, or another folder"
+                )
 
 
 def reads_gates(policy: Policy) -> bool:

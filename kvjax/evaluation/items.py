@@ -17,6 +17,7 @@ from kvjax.checks import shown
 from kvjax.evaluation.entries import LINES, TaskLine
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.judge import Endpoint
+from kvjax.evaluation.lines import QUESTION
 from kvjax.evaluation.scorers import scorer
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.own import read_tasks
@@ -57,6 +58,12 @@ class Item:
     refilled: bool = False
     pieces: tuple[tuple[str, ...], ...] = ()
 
+    def asked(self, index: int) -> dict[str, Any]:
+        """Returns what a line of the results file records of a question, by `QUESTION`."""
+        question = self.example.questions[index]
+        size = self.context.size + self.questions[index].size
+        return dict(zip(QUESTION, (question.text, list(question.answers), size), strict=True))
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -88,9 +95,10 @@ def read_items(
 
     Raises:
         ValueError: if a pattern in `only` matches no task, or none of the grid's, if a file of questions cannot be
-            used, if two of them have a task of the same name, or if there are lengths and no task has any.
+            used, if two of them have a task of the same name, if two entries have different limits for one task and
+            length, or if there are lengths and no task has any.
     """
-    seen: set[tuple[str, int | None]] = set()
+    limits: dict[tuple[str, int | None], int | None] = {}
     lines: list[Found] = [(line, *_tasks(line)) for line in grid.tasks]
     own = _own(lines)
     _check_lengths(lines)
@@ -109,9 +117,10 @@ def read_items(
                 continue
             lengths = (line.lengths or (None,)) if task.generated else (None,)
             for length in dict.fromkeys(lengths):
-                if (task.name, length) in seen:
+                if (task.name, length) in limits:
+                    _check_limit(task.name, length, limits[task.name, length], line.limit)
                     continue
-                seen.add((task.name, length))
+                limits[task.name, length] = line.limit
                 asked = task if judge is None else task.judged_by(judge)
                 yield from _of_task(grid, line, asked, length, tokenizer, max_positions)
 
@@ -123,6 +132,15 @@ def _check_lengths(lines: Sequence[Found]) -> None:
         raise ValueError(
             f"lengths={shown(list(given))}, but all tasks are read from files: expected a generated task too, such as "
             "ruler/vt, or no lengths; max_length limits the tokens of a prompt"
+        )
+
+
+def _check_limit(name: str, length: int | None, first: int | None, limit: int | None) -> None:
+    """Raises ValueError if two entries of a grid ask a task with different limits."""
+    if limit != first:
+        where = name if length is None else f"{name} at {length:,} tokens"
+        raise ValueError(
+            f"tasks: {where} occurs with limit={first} and limit={limit}: expected one entry, or one limit"
         )
 
 

@@ -17,6 +17,7 @@ Key: TypeAlias = tuple[Any, ...]
 Line: TypeAlias = dict[str, Any]
 
 ASKED = ("task", "length", "id", "asked")  # what identifies a question
+QUESTION = ("question_text", "answers", "prompt_tokens")  # what a question is; older lines lack the first two
 KEY = ("policy", "budget", "question", *ASKED)
 
 

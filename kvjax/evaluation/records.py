@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.evaluation.lines import ASKED, Key, Line, encoded, key_of, read_answer
+from kvjax.evaluation.lines import ASKED, QUESTION, Key, Line, encoded, key_of, read_answer
 from kvjax.files.writing import lock, new_file
 
 RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"
@@ -36,6 +36,7 @@ class Records:
             self._lock.close()
             raise ValueError(f"another run is writing {path}: expected one run at a time")
         self.texts: dict[Key, str] = {}  # of the policies that have answers, by label, budget and setting
+        self.asked: dict[Key, Line] = {}  # a line of each question that has an answer, by `ASKED`
         self._at: dict[Key, tuple[int, int]] = {}
         self._failed: set[Key] = set()
         self._order: list[Key] = []
@@ -94,6 +95,7 @@ class Records:
         self._order.append(key)
         if "error" not in line:
             self.texts[key[: -len(ASKED)]] = line["text"]
+            self.asked.setdefault(key[-len(ASKED) :], {name: line[name] for name in QUESTION if name in line})
         (self._failed.add if "error" in line else self._failed.discard)(key)
 
 

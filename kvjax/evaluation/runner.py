@@ -62,10 +62,14 @@ class Summary:
 
 def run(plan: RunPlan, ask: Answering, out: Path, watch: Watch | None = None) -> Summary:
     """Answers the questions of a plan in this process. Arguments and errors are those of `record`."""
-    return record(plan, partial(_here, plan, ask), out, watch)
+    return record(plan, partial(here, plan, lambda: ask), out, watch)
 
 
-def _here(plan: RunPlan, ask: Answering, tasks: Sequence[Task], say: Say) -> Iterator[Part]:
+def here(plan: RunPlan, load: Callable[[], Answering], tasks: Sequence[Task], say: Say) -> Iterator[Part]:
+    """Answers tasks in this process. Loads the model only if there is a task."""
+    if not tasks:
+        return
+    ask = load()
     for task in tasks:
         yield from Sweeping(plan, ask, say).answers(task)
 
@@ -82,7 +86,7 @@ def record(plan: RunPlan, work: Work, out: Path, watch: Watch | None = None) -> 
     check_results(out)
     with Records(out / RESULTS, watch.say) as records, _timings(out / TIMINGS, watch.say) as timings:
         check_policies(plan, records.texts, out)
-        write_header(plan, out)
+        write_header(plan, out, records.asked)
         refused, failed, planned = plan.errors(), dict[Key, Line](), plan.keys()
         records.append(refused)
         before = sum(key in records for key in planned)

@@ -222,12 +222,9 @@ def failed(cell: Cell, batch: ReadingBatch, problem: str) -> list[Line]:
 def _marked(reading: Reading, ask: Ask, answer: Answer) -> dict[str, Any]:
     """The fields of an answer: its scores, or an error if it cannot be marked."""
     question = ask.item.example.questions[ask.index]
-    facts = {
-        "question_text": question.text,
+    facts = ask.item.asked(ask.index) | {
         "prediction": answer.text,
-        "answers": list(question.answers),
         "tokens": answer.tokens,
-        "prompt_tokens": reading.prompt.size + ask.lead.size + ask.tail.size,
         "cut": ask.item.cut,
         "compressed_tokens": reading.prompt.size + ask.lead.size,
         "kept": answer.kept,

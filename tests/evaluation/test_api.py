@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,14 @@ import pytest
 
 import kvjax
 from kvjax.evaluation import rows, run
+from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.report.results import read_results
+from kvjax.evaluation.scorers import scorer
 from kvjax.evaluation.tasks import registry
+from kvjax.evaluation.tasks.own import OwnTask, tasks_of
+from kvjax.evaluation.tasks.task import Scores
 from kvjax.parts import Fixed, Moment, Needs, Slots
+from tests.evaluation.test_runner import right
 
 TEXTS = [
     f"the code of {name} is {thing} . the lion crosses the river . the code of maria is harp ."
@@ -83,6 +89,19 @@ def test_a_task_of_a_registry(model: Any, tmp_path: Path) -> None:
         results = run(model, ["full"], [task, QUESTIONS[0]], tmp_path)
     assert results.columns == (("questions", None),)
     assert read_results([tmp_path])[0].columns == results.columns
+
+
+def test_a_task_combines_its_own_scores(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Worst(OwnTask):
+        def overall(self, scores: Sequence[Scores]) -> dict[str, float]:
+            return {"worst": min(one["line"] for one in scores)}
+
+    (asked,) = tasks_of(QUESTIONS, scorer("exact"), 8)
+    task = Worst("worst", 8, lambda _, question: {"line": question.meta["line"]}, given=asked.given)
+    monkeypatch.setattr(Asker, "of", lambda *_: right)
+    results = run(model, ["full"], task)
+    assert [cell.scores(results.columns[0]) for cell in results.cells.values()] == [{"worst": 1}]
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvjax.evaluation.items import Refusal, read_items
+from kvjax.evaluation.grid import Grid
+from kvjax.evaluation.items import Item, Refusal, read_items
 from kvjax.evaluation.report.results import read_results
-from kvjax.evaluation.runner import run
+from kvjax.evaluation.runner import Summary, here, record, run
+from kvjax.evaluation.sweeping import Answering
 from kvjax.evaluation.tasks.vocabulary import tokenizer
 from kvjax.policies import snapkv
 from tests.evaluation.test_runner import GRID, lines, plan, right
@@ -95,3 +99,38 @@ def test_a_file_system_without_locks_holds_a_run(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("fcntl.flock", flock)
     assert run(plan(SMALL), right, tmp_path).errors == ()
+
+
+@pytest.mark.parametrize("name", ["context", "answers", "text"])
+def test_other_questions_under_the_same_ids_are_refused(tmp_path: Path, name: str) -> None:
+    found = [item for item in read_items(SMALL, tokenizer(), 4096) if isinstance(item, Item)]
+    run(plan(SMALL, found[:2]), right, tmp_path)
+    item, (question, *rest) = found[1], found[1].example.questions
+    if name == "context":
+        other = replace(item, context=item.context[1:])
+    else:
+        changed = replace(question, **{name: ("another",) if name == "answers" else f"{question.text} ."})
+        other = replace(item, example=replace(item.example, questions=(changed, *rest)))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=rf"holds answers to another question 0 of '{item.example.id}' of the task"):
+        run(plan(SMALL, [found[0], other]), right, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert run(plan(SMALL, found[:3]), right, tmp_path).new > 0
+
+
+def test_the_model_is_loaded_after_the_folder_is_checked_and_if_an_answer_is_missing(tmp_path: Path) -> None:
+    loaded: list[str] = []
+
+    def load() -> Answering:
+        loaded.append("model")
+        return right  # type: ignore[return-value]
+
+    def go(grid: Grid) -> Summary:
+        asked = plan(grid)
+        return record(asked, partial(here, asked, load), tmp_path)
+
+    assert go(SMALL).new > 0
+    assert go(SMALL).new == 0
+    with pytest.raises(ValueError, match=r"seed=1, but .* holds results with seed=0"):
+        go(SMALL.but(seed=1))
+    assert len(loaded) == 1

@@ -23,7 +23,7 @@ def test_cells_are_policies_by_budgets_by_settings() -> None:
                 "snapkv:budget={budget}",
                 {"policy": "duo_attention:sparsity={removed}", "name": "Duo", "budgets": [0.3]},
                 {"policy": "h2o:budget={budget},every=4", "budgets": 64},
-                {"policy": "scissorhands:budget={entries}", "budgets": 0.1, "tokens": 505},
+                {"policy": "scissorhands:budget={entries}", "budgets": [0.1, 0.29], "tokens": 500},
             ],
             "budgets": [0.5, 0.1],
             "question": "both",
@@ -36,6 +36,7 @@ def test_cells_are_policies_by_budgets_by_settings() -> None:
         ("Duo", 0.3, "duo_attention:sparsity=0.7"),
         ("h2o:every=4", 64, "h2o:budget=64,every=4"),
         ("scissorhands", 0.1, "scissorhands:budget=50"),
+        ("scissorhands", 0.29, "scissorhands:budget=145"),
     ]
     assert list(grid.cells()) == [
         Cell(label, budget, question, text) for label, budget, text in expected for question in ("after", "before")

@@ -162,3 +162,14 @@ def test_lengths_that_no_task_reads_are_refused() -> None:
         list(read_items(grid, tokenizer(), 4096))
     both = Grid.of({"tasks": [files, {"name": "demo/keys", "lengths": [64]}], "policies": "full", "data": "nowhere"})
     assert {one.length for one in read_items(both.limited(1), tokenizer(), 4096) if isinstance(one, Item)} == {64}
+
+
+def test_an_entry_that_occurs_twice_has_one_limit() -> None:
+    one = {"name": "demo/needle", "lengths": [64], "limit": 1}
+    for again, message in ((one, None), ({**one, "limit": 2}, "demo/needle at 64 tokens occurs with limit=1 and lim")):
+        grid = Grid.of({"tasks": [one, again], "policies": ["full"]})
+        if message is None:
+            assert len(list(read_items(grid, tokenizer(), 4096))) == 1
+        else:
+            with pytest.raises(ValueError, match=message):
+                list(read_items(grid, tokenizer(), 4096))

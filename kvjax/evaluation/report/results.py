@@ -19,7 +19,7 @@ from kvjax.evaluation.lines import ASKED, Line, key_of, read_answer, read_lines,
 from kvjax.evaluation.records import RESULTS, TIMINGS
 from kvjax.evaluation.report.alike import Run, check_alike
 from kvjax.evaluation.tasks import registry
-from kvjax.evaluation.tasks.task import mean_scores
+from kvjax.evaluation.tasks.task import Task, mean_scores
 from kvjax.files.home import from_home
 
 
@@ -37,11 +37,19 @@ Column: TypeAlias = tuple[str, int | None]
 
 @dataclass(frozen=True, eq=False)
 class CellResults:
-    """The marked answers of a cell and the times of its batches."""
+    """The marked answers of a cell and the times of its batches.
+
+    Attributes:
+        name: the name of the cell.
+        lines: the answers.
+        timings: the times of the batches.
+        own: tasks by name that are in no registry.
+    """
 
     name: CellName
     lines: tuple[Mapping[str, Any], ...]
     timings: tuple[Mapping[str, Any], ...]
+    own: Mapping[str, Task] = field(default_factory=dict)
 
     @cached_property
     def by_column(self) -> dict[Column, list[Mapping[str, Any]]]:
@@ -57,8 +65,11 @@ class CellResults:
         if not lines:
             return {}
         given = [line["scores"] for line in lines]
-        task = registry.TASKS.get(column[0])
+        task = self._task(column)
         return mean_scores(given) if task is None else task.overall(given)
+
+    def _task(self, column: Column) -> Task | None:
+        return self.own.get(column[0]) or registry.TASKS.get(column[0])
 
     def headline(self, column: Column) -> float | None:
         """The first score of a task; None without answers."""
@@ -93,7 +104,7 @@ class CellResults:
             column: the task and length.
             other: a cell; answers to questions that have no score there do not count.
         """
-        task = registry.TASKS.get(column[0])
+        task = self._task(column)
         factors = () if task is None else task.factors
         theirs = (
             None if other is None else {asked_by(line) for line in other.by_column.get(column, []) if line["scores"]}
@@ -167,8 +178,12 @@ class Results:
         return sorted(cells, key=lambda cell: cell.compression)
 
 
-def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
+def read_results(folders: Iterable[str | os.PathLike[str]], own: Mapping[str, Task] | None = None) -> list[Results]:
     """Reads the folders of runs and combines the results of each model.
+
+    Args:
+        folders: the folders.
+        own: tasks by name that are in no registry, for the scores that they combine themselves.
 
     Raises:
         ValueError: if a folder has no results, if a file of it is damaged, if no answer of a model has a score, or if
@@ -178,10 +193,10 @@ def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
     for folder in map(Path, folders):
         header = read_header(folder)
         runs.setdefault(from_home(header["grid"]["model"]), []).append((folder, header))
-    return [_of_model(model, some) for model, some in runs.items()]
+    return [_of_model(model, some, own or {}) for model, some in runs.items()]
 
 
-def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Results:
+def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]], own: Mapping[str, Task]) -> Results:
     each = [Run(folder, run, _read(folder, RESULTS, read_answer)) for folder, run in runs]
     for one, other in combinations(each, 2):
         check_alike(one, other)
@@ -203,7 +218,7 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Res
     dropped = tuple(dict.fromkeys(name.policy for name in by_cell if name.policy not in place))
     # Policies that an earlier grid asked stand last in the file.
     names = sorted(by_cell, key=lambda name: place.get(name.policy, len(place)))
-    cells = {name: CellResults(name, *map(tuple, by_cell[name])) for name in names}
+    cells = {name: CellResults(name, *map(tuple, by_cell[name]), own) for name in names}
     errors = sum("error" in line for line in lines.values())
     prompts = {key: pieces for folder, _ in runs for key, pieces in read_prompts(folder).items()}
     return Results(model, grids[0]["title"], header["model"], cells, errors, dropped, grids, prompts)
