@@ -24,7 +24,7 @@ from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens
 from kvjax.request.prompts import Prompt, is_single
 from kvjax.request.request import AnswerOptions, Request, Seed, read_request
-from kvjax.runtime.clock import Clock
+from kvjax.runtime.clock import Clock, clock_of
 from kvjax.runtime.modes import own_modes
 from kvjax.runtime.progress import closely_watched
 
@@ -265,6 +265,7 @@ def prefill(
     Raises:
         ValueError: for any argument that is not accepted, before anything is compiled.
     """
+    clock = clock_of(clock)
     request = Request.of(
         params,
         prompt,
@@ -275,4 +276,4 @@ def prefill(
         compress=compress,
         chat_template_kwargs=chat_template_kwargs,
     )
-    return (clock or Clock()).run("prefill", read_request, params, request)[1]
+    return clock.run("prefill", read_request, params, request)[1]

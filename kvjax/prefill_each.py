@@ -25,7 +25,7 @@ from kvjax.reading.replays import check_one_call, replayed
 from kvjax.reading.room import grown, occupied_slots, plan_read
 from kvjax.request.prompts import Prompt
 from kvjax.request.request import Request, as_policy, texts_of
-from kvjax.runtime.clock import Clock
+from kvjax.runtime.clock import Clock, clock_of
 from kvjax.runtime.modes import own_modes
 
 
@@ -56,7 +56,7 @@ def prefill_each(
         ValueError: at the call: for policies that do not read alike; for another cache than one of `begin_each`; for
             any cache if a score replays the prompt; and as `prefill` does.
     """
-    each = _given(policies)
+    each, clock = _given(policies), clock_of(clock)
     if not each:
         return iter(())
     check_params(params)
@@ -72,7 +72,7 @@ def prefill_each(
         params, prompt, policy=reading, tokenizer=tokenizer, cache=cache, chunk=chunk, compress="never"
     )
     texts = {policy.score: texts_of(policy, tokenizer, params.config.vocab_size) for policy in each}
-    return _in_own_modes(_Reading(params, request, tuple(each), texts, clock or Clock()).caches())
+    return _in_own_modes(_Reading(params, request, tuple(each), texts, clock).caches())
 
 
 @own_modes()
@@ -96,7 +96,7 @@ def begin_each(
         ValueError: for no policies, for policies that do not read alike, for a score that replays the prompt, and as
             `prefill` does.
     """
-    each = _given(policies)
+    each, clock = _given(policies), clock_of(clock)
     if not each:
         raise ValueError("policies=[]: expected at least one policy")
     check_params(params)
@@ -106,7 +106,7 @@ def begin_each(
     request = Request.of(
         params, prompt, policy=reading_policy(each), tokenizer=tokenizer, chunk=chunk, compress="never"
     )
-    return _Reading(params, request, tuple(each), {}, clock or Clock()).begun()
+    return _Reading(params, request, tuple(each), {}, clock).begun()
 
 
 def reading_policy(policies: Sequence[Policy]) -> Policy:

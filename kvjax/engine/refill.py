@@ -36,7 +36,7 @@ from kvjax.policy import Policy
 from kvjax.request.ends import EndTokens
 from kvjax.request.prompts import Prompt
 from kvjax.request.request import AnswerOptions, Request, Seed, read_request
-from kvjax.runtime.clock import Clock
+from kvjax.runtime.clock import Clock, clock_of
 from kvjax.runtime.modes import own_modes
 
 from .resident import Resident, advance_until, answers, place, with_slots
@@ -117,13 +117,13 @@ class ReadBatch:
         Raises:
             ValueError: for any argument that is not accepted, before anything is compiled.
         """
-        stops = stop_strings(stop, tokenizer)
+        stops, clock = stop_strings(stop, tokenizer), clock_of(clock)
         answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
         request = Request.of(
             params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, answer=answer
         )
         seen = (fetch(request.cache.length) + request.batch.lengths).tolist()
-        logits, filled = (clock or Clock()).run("prefill", read_request, params, request)
+        logits, filled = clock.run("prefill", read_request, params, request)
         first = take(Decoding.begin(request.sampling, filled, size=max_new_tokens, log_probs=False), logits)
         limits = filled.put_rows(np.full(len(request.batch.lengths), max_new_tokens, np.int32))
         requests = [

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import jax
 
+from kvjax.checks import check_type
+
 Run: TypeAlias = Callable[..., Any]
 """How programs are run: called with a program and its arguments, it returns the results."""
 Result = TypeVar("Result")
@@ -49,6 +51,13 @@ class Clock:
         self.seconds["compile"] += compiled
         self.seconds[name] += taken - compiled
         return result
+
+
+def clock_of(given: Clock | None) -> Clock:
+    """Returns the given clock, or a new one. Raises ValueError for anything else."""
+    if given is not None:
+        check_type("clock", given, Clock)
+    return Clock() if given is None else given
 
 
 _this_thread = threading.local()

@@ -140,7 +140,7 @@ def test_log_probs(fresh: Decoder, compiled: list[str]) -> None:
     assert compiled == []
 
 
-@pytest.mark.parametrize("options", [{"chunk": 0}, {"compress": "chunk"}, {"policy": 3}, {"cache": 3}])
+@pytest.mark.parametrize("options", [{"chunk": 0}, {"compress": "chunk"}, {"policy": 3}, {"cache": 3}, {"clock": 3}])
 def test_options_of_prefill(fresh: Decoder, compiled: list[str], options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"expected|accepted|needs"):
         kvjax.prefill(fresh, [1], **options)

@@ -218,7 +218,7 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]], own: M
     dropped = tuple(dict.fromkeys(name.policy for name in by_cell if name.policy not in place))
     # Policies that an earlier grid asked stand last in the file.
     names = sorted(by_cell, key=lambda name: place.get(name.policy, len(place)))
-    cells = {name: CellResults(name, *map(tuple, by_cell[name]), own) for name in names}
+    cells = {name: CellResults(name, tuple(by_cell[name][0]), tuple(by_cell[name][1]), own) for name in names}
     errors = sum("error" in line for line in lines.values())
     prompts = {key: pieces for folder, _ in runs for key, pieces in read_prompts(folder).items()}
     return Results(model, grids[0]["title"], header["model"], cells, errors, dropped, grids, prompts)

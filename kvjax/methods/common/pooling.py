@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.checks import shown
 from kvjax.pallas_kernels import compact, traced_once
-from kvjax.policy import Part, check_choice
+from kvjax.policy import Part, check_choice, check_number
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,9 @@ class Pooling(Part):
 
     def __post_init__(self) -> None:
         check_choice("pooling", self.kind, "avg", "max")
-        if not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel={shown(self.kernel)}: expected an odd integer >= 1")
+        check_number(
+            "kernel", self.kernel, "an odd integer >= 1", lambda x: isinstance(x, int) and x > 0 and x % 2 == 1
+        )
 
     @traced_once
     def __call__(self, scores: Float[Array, "B H M"], eligible: Bool[Array, "B H M"]) -> Float[Array, "B H M"]:

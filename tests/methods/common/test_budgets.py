@@ -130,6 +130,7 @@ def test_summed_logits_need_a_softmax_of_their_own():
     [
         ("min", 3, "pooling='min': expected 'avg' or 'max'"),
         ("avg", 4, "kernel=4: expected an odd integer >= 1"),
+        ("avg", True, "kernel=True: expected an odd integer >= 1"),
         ("max", 0, "kernel=0: expected an odd"),
         ("max", -1, "kernel=-1: expected an odd"),
     ],
