@@ -42,19 +42,20 @@ class List:
 
 
 @pytest.mark.parametrize(
-    ("layer", "expected"),
+    ("layer", "sinks", "expected"),
     [
-        (0, [0, 1, 5, 7, 9, 10, 11, 12]),  # 2, 4, 6 and 8 leave their pairs, then 3 leaves (1, 3)
-        (1, [0, 4, 6, 8, 9, 10, 11, 12]),  # 1, 3, 5 and 7 leave, then 2 leaves (2, 4)
-        (2, [0, 1, 5, 7, 9, 10, 11, 12]),
+        (0, 1, [0, 1, 5, 7, 9, 10, 11, 12]),  # 2, 4, 6 and 8 leave their pairs, then 3 leaves (1, 3)
+        (1, 1, [0, 4, 6, 8, 9, 10, 11, 12]),  # 1, 3, 5 and 7 leave, then 2 leaves (2, 4)
+        (2, 1, [0, 1, 5, 7, 9, 10, 11, 12]),
+        (0, 2, [0, 1, 2, 6, 9, 10, 11, 12]),  # 3, 5 and 7 leave, then 4 leaves (2, 4) and 8 leaves (6, 8)
     ],
 )
-def test_thirteen_tokens_in_eight_slots(layer, expected):
-    literal = List(layer, 8, 1, 2, 2, 1)
+def test_thirteen_tokens_in_eight_slots(layer, sinks, expected):
+    literal = List(layer, 8, sinks, 2, 2, 1)
     for token in range(13):
         literal.add(token)
     assert literal.tokens == expected
-    policy = parse("lacache:budget=8,sinks=1,recent=2")
+    policy = parse(f"lacache:budget=8,sinks={sinks},recent=2")
     entries = one_layer.entries_at([[*range(13)]])
     entries = replace(entries, capacity=jnp.array([[8]]))
     left = policy.compress(entries, one_layer.moment(13, index=layer), 8)
