@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,10 +15,12 @@ from kvjax.cache import UNLIMITED, Layers, Segments, Slots, Usage, bucket, room_
 from kvjax.cache.paging import whole_pages
 from kvjax.pallas_kernels import PAGE
 from kvjax.policies import parse
+from kvjax.reading.allocate import limits
 from kvjax.reading.prompt import Batch
 from kvjax.reading.read_each import End
 from kvjax.reading.room import Ending, ending, only_once
 from kvjax.reading.widening import Widths
+from tests.methods import one_layer
 
 LENGTHS = (1, 5, 13)
 
@@ -168,3 +171,22 @@ def test_ends_that_one_program_serves() -> None:
     assert [end.of_layer(i).plan for i in (0, 1)] == [ReadPlan((n,), (n,), True) for n in (12, 14)]
     own = End(parse("chunkkv"), plan), End(end.policy, ReadPlan((12, 14), (None, 14), True))
     assert [one.widened() for one in own] == list(own)
+
+
+@pytest.mark.parametrize(
+    ("read", "count", "expected"),
+    [
+        (8, [8, 8], [12, 12]),  # a prompt within the budget is filled while decoding
+        (12, [12, 12], [12, 12]),
+        (20, [20, 4], [20, 4]),  # one head retains all of a longer prompt
+        (20, [19, 5], [19, 5]),
+        (8, [7, 8], [7, 12]),  # it was compressed in an earlier call
+    ],
+)
+def test_limits_of_heads_while_decoding(read: int, count: list[int], expected: list[int]) -> None:
+    held = one_layer.entries_at([[*range(read)]] * 2)
+    layer, next_position = replace(held, capacity=jnp.full((1, 2), 12)), jnp.array([read])
+    found = limits(parse("h2o:budget=12"), layer, jnp.array([count]), next_position)
+    assert found[0].tolist() == expected
+    grows = limits(parse("snapkv:budget=64"), layer, jnp.array([count]), next_position)
+    assert grows[0].tolist() == [UNLIMITED] * 2
