@@ -244,7 +244,8 @@ def test_a_window_larger_than_the_text_and_a_layer_without_one():
 
 def test_with_room_adds_empty_slots_where_the_cache_grows_and_nowhere_else():
     params = tiny.decoder()
-    _, full = tiny.prefill(params, "full", ROWS, SIZE, room=0)
+    tokens, lengths = tiny.left_pad(ROWS, SIZE)
+    _, full = extend(params, tiny.empty(params, "full", lengths, SIZE), tokens, lengths)
     with pytest.raises(ValueError, match=r"layer 0 has room for 0 tokens, not 1; call kvjax.with_room"):
         extend(params, full, STEPS[:1].T)
     roomy = with_room(full, 4)
