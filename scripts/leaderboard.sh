@@ -17,6 +17,7 @@ decoding    the presets that evict while decoding too                           
 gates       presets that read gates, which it trains on the model                       70 to train, beside other work
 twice       the presets that read it twice                                              not recorded
 costly      presets that take longer to compress it than the model takes to read it      not recorded
+composed    compositions of the best with other parts, 75 and 87.5 % removed            not recorded
 shares      the papers' methods and the best, 25, 50 and 87.5 % removed                 not recorded
 seen        the same with the question seen, 75 and 87.5 % removed                      not recorded
 smaller     the same with SmolLM2-135M-Instruct at 1,024 tokens                         not recorded
@@ -80,7 +81,7 @@ train_gates() {
 
 page() {
     local runs=()
-    for step in once decoding gates twice costly shares seen smaller; do
+    for step in once decoding gates twice costly composed shares seen smaller; do
         [ ! -e "runs/leaderboard/$step/run.json" ] || runs+=("runs/leaderboard/$step")
     done
     kvjax report "${runs[@]}" --leaderboard runs/leaderboard/board.html \

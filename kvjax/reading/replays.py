@@ -88,14 +88,13 @@ def _through(params: Decoder, cache: KVCache, part: Pass, attention: Replaying, 
 
 
 def replayed(
-    params: Decoder, cache: KVCache, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts | None
+    params: Decoder, cache: KVCache, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts
 ) -> KVCache:
     """Returns the cache of a prompt, whose right-aligned tokens these are, after every pass that its score requests.
 
     Args:
-        texts: as `encoded_texts` returns them; None if the score's texts are token ids already.
+        texts: as `encoded_texts` returns them.
     """
-    texts = encoded_texts(cache.policy, None) if texts is None else texts
     for part in passes(tokens, lengths, score=cache.policy.score, texts=texts, mesh=cache.mesh):
         cache = replay(params, cache, part)
     return cache
