@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.random import normal
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -16,7 +16,7 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in
 
     `kvjax.mesh.sharding` maps the logical axes to mesh axes.
     """
-    value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
+    value = normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
     return nnx.Param(value.astype(dtype), out_sharding=axes, eager_sharding=False)
 
 

@@ -1,9 +1,11 @@
 """What all tests share: JAX on 8 CPU devices unless the environment says otherwise, hypothesis, a tiny decoder."""
 
 import gc
+import math
 import os
 import string
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from zlib import crc32
@@ -23,6 +25,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -31,7 +35,7 @@ from transformers import PreTrainedTokenizerFast
 import kvjax
 from kvjax.evaluation import programs
 from kvjax.evaluation.programs import maps_taken, return_freed
-from kvjax.models import Decoder
+from kvjax.models import Decoder, linear
 from kvjax.parts import AdaptiveShares, Everything, Fixed
 from kvjax.runtime.gpu_flags import set_gpu_flags
 from tests.products import part
@@ -49,6 +53,20 @@ gc.set_threshold(100_000, 50, 100)  # tracing makes many objects; collecting the
 settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+normals = partial(jax.jit, static_argnums=1)(jax.random.normal)
+
+
+def normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """The numbers of `jax.random.normal`: the first ones of a longer array, so that weights of many shapes share it."""
+    if isinstance(key, jax.core.Tracer):
+        return jax.random.normal(key, shape, dtype)
+    size = math.prod(shape)
+    drawn = normals(key, (1 << max(14, (size - 1).bit_length()),))
+    return jnp.asarray(np.asarray(drawn)[:size].reshape(shape), dtype)
+
+
+linear.normal = normal  # type: ignore[assignment]
 
 # Policies with room for a few tokens, so that prompts of the tests below are compressed and answers evict. Those of
 # the first tuple differ in what a cache carries from step to step; the others carry the same with other scores.

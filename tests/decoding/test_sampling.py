@@ -123,7 +123,7 @@ def test_a_vanishing_temperature_is_greedy():
     logits = jnp.asarray(random_logits(5)) * 1e3
     keys = jax.random.split(jax.random.key(0), 5)
     for sampler in (Sampler(1e-30), Sampler(1e-30, top_k=50, top_p=0.9, min_p=0.1), Sampler(top_k=1)):
-        np.testing.assert_array_equal(sampler(logits, keys), Greedy()(logits))
+        np.testing.assert_array_equal(jax.jit(sampler.__call__)(logits, keys), Greedy()(logits))
 
 
 @pytest.mark.long

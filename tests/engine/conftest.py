@@ -1,15 +1,25 @@
-"""An engine that tests of several files ask, because starting one takes ten seconds."""
+"""Engines that tests of several files ask, because starting one takes ten seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 import kvjax
 from kvjax.models import Decoder
 from tests.serve.fuzzing import tokenizer as of_bytes
+from tests.serve.serving import POLICY, SIZES
 from tests.tiny import decoder
+
+
+@pytest.fixture(scope="session")
+def engine(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> Iterator[kvjax.Engine]:
+    """A guided engine of three rows, with the programs of the server's tests."""
+    with kvjax.Engine(shallow, POLICY, **SIZES, max_queue=3, tokenizer=tokenizer, guided=True) as engine:
+        yield engine
+        engine.close(drain=False)
 
 
 @pytest.fixture(scope="session")

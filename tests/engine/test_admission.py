@@ -6,12 +6,10 @@ import asyncio
 import gc
 import json
 import threading
-from collections.abc import Iterator
 
 import jax
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 import kvjax
 from kvjax.decoding.sampling import SamplingMethod
@@ -21,16 +19,7 @@ from kvjax.models import Decoder
 from tests.cli.commands import kv
 from tests.cli.conftest import saved
 from tests.patience import PATIENCE
-
-POLICY = "h2o:budget=12"
-SIZES = {"rows": 2, "max_prompt": 16, "max_new_tokens": 40}
-
-
-@pytest.fixture(scope="module")
-def engine(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> Iterator[kvjax.Engine]:
-    with kvjax.Engine(shallow, POLICY, **SIZES, max_queue=3, tokenizer=tokenizer) as engine:
-        yield engine
-        engine.close(drain=False)
+from tests.serve.serving import POLICY, SIZES
 
 
 class Last(SamplingMethod):
@@ -48,7 +37,7 @@ class Last(SamplingMethod):
         ([101], {}, r"contains the id 101: expected ids in 0 \.\. 100"),
         (7, {}, "the prompt is of type int"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens=0: expected an integer"),
-        ([1], {"max_new_tokens": 41}, "max_new_tokens=41: expected at most the engine's 40"),
+        ([1], {"max_new_tokens": 513}, "max_new_tokens=513: expected at most the engine's 512"),
         ([1], {"sampler": "greedy"}, "sampler='greedy': expected kvjax.Greedy"),
         ([1], {"sampler": Last()}, "expected kvjax.Greedy or kvjax.Sampler"),
         ([1], {"seed": 0.5}, "seed=0.5: expected an integer of 64 bits"),
@@ -81,7 +70,7 @@ def test_bad_requests_are_refused_at_once(engine: kvjax.Engine, prompt, options,
         ({"policy": "pyramidkv:budget=2"}, "budget"),
         ({"tokenizer": 3}, "tokenizer is of type int"),
         ({"memory": "80 cows"}, "memory='80 cows': expected a number and one of B, kB"),
-        ({"memory": "8kB"}, r"rows=2 take .* bytes per device: .* expected at most memory=8,000, into which 0 rows"),
+        ({"memory": "8kB"}, r"rows=3 take .* bytes per device: .* expected at most memory=8,000, into which 0 rows"),
     ],
 )
 def test_bad_engines_are_refused_before_anything_is_compiled(
@@ -108,18 +97,18 @@ def test_other_sizes_of_memory_are_refused(text: object) -> None:
 
 
 def test_a_full_queue_refuses_and_a_cancelled_request_frees_its_row(engine: kvjax.Engine) -> None:
-    long = {"max_new_tokens": 40, "eos": ()}
-    running = [engine.submit([1, 2], **long) for _ in range(2)]
+    long = {"max_new_tokens": 512, "eos": ()}
+    running = [engine.submit([1, 2], **long) for _ in range(3)]
     for handle in running:
         next(handle.tokens())
     waiting = [engine.submit([3], **long) for _ in range(3)]
-    with pytest.raises(QueueFullError, match="5 requests run and wait already: expected at most 5"):
+    with pytest.raises(QueueFullError, match="6 requests run and wait already: expected at most 6"):
         waiting.extend(engine.submit([4], **long) for _ in range(50))  # some of the running ones may end meanwhile
     for handle in (*running, *waiting):
         handle.cancel()
     answers = [handle.result(timeout=PATIENCE) for handle in (*running, *waiting)]
     assert "cancelled" in {answer.finish for answer in answers}
-    assert all(len(answer.tokens) < 40 for answer in answers if answer.finish == "cancelled")
+    assert all(len(answer.tokens) < 512 for answer in answers if answer.finish == "cancelled")
     assert engine.submit([5], max_new_tokens=2, seed=np.int32(-7)).result(timeout=PATIENCE).finish == "length"
     assert engine.stats().rows_busy == engine.stats().queue == 0
 
@@ -176,9 +165,9 @@ def test_a_handle_keeps_its_engine(shallow: Decoder) -> None:
 def test_bytes_are_those_of_the_plan(shallow: Decoder, engine: kvjax.Engine) -> None:
     """The closed form against the arrays."""
     resident = engine._loop._device.resident
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(resident)) == engine.footprint.row * 2
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(resident)) == engine.footprint.row * 3
     planned = kvjax.plan_cache(
-        shallow.config, kvjax.policies.parse(POLICY), batch=2, length=16, new_tokens=40, dtype="float32"
+        shallow.config, kvjax.policies.parse(POLICY), batch=3, length=16, new_tokens=512, dtype="float32"
     )
     assert engine.stats().cache_bytes == planned.nbytes
     assert engine.footprint.workspace > 0
@@ -192,7 +181,7 @@ def test_rows_are_changed_in_place(engine: kvjax.Engine) -> None:
     device = engine._loop._device
     for name in ("admit 1", "advance"):
         analysis = device._programs._compiled[name].memory_analysis()
-        assert analysis.alias_size_in_bytes >= engine.footprint.row * 2
+        assert analysis.alias_size_in_bytes >= engine.footprint.row * 3
     admit = device._programs._compiled["admit 1"].memory_analysis()
     assert admit.temp_size_in_bytes < 8 * engine.footprint.row
 

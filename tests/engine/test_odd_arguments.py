@@ -60,20 +60,20 @@ def test_guides(guided: kvjax.Engine, name: str) -> None:
         (lambda engine: engine.submit([1]).result("soon"), "timeout='soon': expected a number of seconds, or None"),
     ],
 )
-def test_what_is_expected(guided: kvjax.Engine, call: Any, message: str) -> None:
+def test_what_is_expected(engine: kvjax.Engine, call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call(guided)
+        call(engine)
 
 
-def test_numbers_of_numpy_and_jax(guided: kvjax.Engine) -> None:
+def test_numbers_of_numpy_and_jax(engine: kvjax.Engine) -> None:
     def tokens(prompt: Any, **options: Any) -> list[int]:
-        return guided.submit(prompt, **options).result(timeout=np.float32(PATIENCE)).tokens.tolist()
+        return engine.submit(prompt, **options).result(timeout=np.float32(PATIENCE)).tokens.tolist()
 
     expected = tokens([1, 2], eos=[3], seed=7)
     for ends in ([np.array(3)], [jnp.int32(3)], np.array([3]), jnp.array(3), np.int64(3)):
         assert tokens((np.int64(1), np.int64(2)), eos=ends, seed=np.uint8(7)) == expected
     assert [
-        handle.result(timeout=float("inf")).tokens.tolist() for handle in guided.submit_all([[1, 2]], np.array([7]))
+        handle.result(timeout=float("inf")).tokens.tolist() for handle in engine.submit_all([[1, 2]], np.array([7]))
     ]
 
 

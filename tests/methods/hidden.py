@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -10,14 +11,19 @@ from kvjax.attend.causal import causal
 
 def hidden_states(params, row):
     """What attention reads of a text in each layer, [N, E], in float64, by causal attention over the whole text."""
-    seen = []
-    attend = causal(np.arange(len(row))[None])
+    padded = np.pad(row, (0, -len(row) % 32))  # behind the text, so that texts of several lengths share a program
+    return [np.asarray(states, np.float64)[: len(row)] for states in _hidden_states(params, padded)]
+
+
+@jax.jit
+def _hidden_states(params, text):
+    seen, attend = [], causal(jnp.arange(len(text))[None])
 
     def look(layer, *args):
-        seen.append(np.asarray(layer.hidden[0].astype(jnp.float32), np.float64))
+        seen.append(layer.hidden[0].astype(jnp.float32))
         return attend(layer, *args)
 
-    params(np.asarray(row)[None], look)
+    params(text[None], look)
     return seen
 
 

@@ -109,6 +109,11 @@ def moment(next_position, heads=1, window=None, index=0, counts=None) -> Moment:
     return Moment(jnp.array([next_position]), layer, counts=counts)
 
 
+def compress(policy, entries, moment, slots) -> Slots:
+    """What `Policy.compress` leaves, as one program."""
+    return jax.jit(lambda entries: policy.compress(entries, moment, slots))(entries)
+
+
 @partial(jax.jit, static_argnames=("policy", "prompt"))
 def scores(policy, lengths, prompt, q, k, v):
     """The scores [B, H, prompt] of a prompt's entries before anything is dropped, -inf for empty slots."""

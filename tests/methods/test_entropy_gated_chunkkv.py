@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,6 +14,8 @@ OPTIONS = (
     "base=snapkv,base.budget=12,base.window=4,base.kernel=3,length=5,few=2",
     "base=knorm,base.budget=0.5,length=4,few=1",
 )
+
+order_of = jax.jit(_order, static_argnames=("length", "few"))
 
 
 def taken(scores: np.ndarray, length: int, few: int) -> list[int]:
@@ -44,7 +47,7 @@ def test_order_of_tokens(size: int, length: int, few: int, signed: bool) -> None
     slots = rng.permutation(2 * size + 4)
     positions = np.full(2 * size + 4, -1)
     positions[slots[: 2 * size]] = np.tile(np.arange(size), 2)
-    found = np.asarray(_order(np.where(positions < 0, 7.0, scores[positions]), positions, length=length, few=few))
+    found = np.asarray(order_of(np.where(positions < 0, 7.0, scores[positions]), positions, length=length, few=few))
     order = [int(positions[i]) for i in np.argsort(found) if positions[i] >= 0][::2]
     assert order == taken(scores.astype(np.float32), length, few)
 
@@ -52,7 +55,7 @@ def test_order_of_tokens(size: int, length: int, few: int, signed: bool) -> None
 def test_a_spiky_chunk_leaves_room_for_others() -> None:
     """Of [9 0 0 0] two tokens stay, so that the third chunk has room for one more."""
     scores = np.array([9, 0.1, 0.2, 0.1, 2, 2.1, 2.2, 2, 1, 1.1, 1.2, 1, 0.1, 0.2, 0.1, 0.1])
-    order = np.asarray(_order(scores, np.arange(16), length=4, few=2))
+    order = np.asarray(order_of(scores, np.arange(16), length=4, few=2))
     assert sorted(np.argsort(order)[:6].tolist()) == [0, 2, 4, 5, 6, 7]
     assert np.argsort(order)[6:8].tolist() == [10, 9]
 

@@ -68,7 +68,8 @@ def test_is_the_literal_sum_over_rows(group, window, temperature, tiles, monkeyp
             lengths,
             layer,
         )
-        state = score.observe(entries, Attended(*observed, decoding=decoding))
+        attended = Attended(*observed, decoding=decoding)
+        state = jax.jit(lambda entries, attended=attended: score.observe(entries, attended))(entries)
     layer = jax.random.fold_in(jax.random.key(3), 1)
     for row in range(2):
         for head in range(heads):

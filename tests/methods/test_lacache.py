@@ -58,7 +58,7 @@ def test_thirteen_tokens_in_eight_slots(layer, sinks, expected):
     policy = parse(f"lacache:budget=8,sinks={sinks},recent=2")
     entries = one_layer.entries_at([[*range(13)]])
     entries = replace(entries, capacity=jnp.array([[8]]))
-    left = policy.compress(entries, one_layer.moment(13, index=layer), 8)
+    left = one_layer.compress(policy, entries, one_layer.moment(13, index=layer), 8)
     assert left.positions[0, 0].tolist() == expected
 
 

@@ -87,7 +87,7 @@ def test_the_deviation_exempts(exempt, retained):
     per_slot = jnp.asarray(np.stack([WEIGHTS.sum(axis=0), (WEIGHTS**2).sum(axis=0)]), jnp.float32)
     entries = one_layer.entries_at([[0, 1, 2, 3]])
     entries = Slots(entries.keys, entries.values, entries.positions, jnp.array([[3]]), tuple(per_slot[:, None, None]))
-    left = policy.compress(entries, one_layer.moment(4), 3)
+    left = one_layer.compress(policy, entries, one_layer.moment(4), 3)
     assert left.positions[0, 0].tolist() == retained
 
 

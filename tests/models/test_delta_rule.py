@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def tokens(length: int, padding: int, decay: float, alike: float = 0.0) -> list[
 def test_chunks_are_the_recurrence(length, padding, decay, alike, monkeypatch):
     monkeypatch.setattr(delta_rule, "BLOCK", 2)  # of the longer ones, several blocks
     given = tokens(length, padding, decay, alike)
-    out, memory = delta_rule.read_tokens(*(jnp.asarray(x, jnp.float32) for x in given))
+    out, memory = jax.jit(delta_rule.read_tokens)(*(jnp.asarray(x, jnp.float32) for x in given))
     expected_out, expected = by_definition(*given)
     np.testing.assert_allclose(memory, expected, atol=2e-5)
     np.testing.assert_allclose(out[1], expected_out[1], atol=2e-5 * max(1, alike))

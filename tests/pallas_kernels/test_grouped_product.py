@@ -65,7 +65,8 @@ def test_a_tile_writes_its_own_rows_only():
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("height", [1, 16])
 def test_tiles_cover_every_row_once(sizes, height):
-    tiles = tiles_of(jnp.asarray(sizes, jnp.int32), max(sum(sizes), 1), height)
+    found = jax.jit(tiles_of, static_argnums=(1, 2))(jnp.asarray(sizes, jnp.int32), max(sum(sizes), 1), height)
+    tiles = jax.tree.map(np.asarray, found)
     covered = [
         (row, int(group))
         for group, first, end in zip(tiles.group, tiles.first, tiles.end, strict=True)

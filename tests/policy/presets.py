@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 from typing import Any
 
 import numpy as np
@@ -75,7 +74,7 @@ SPECS = {
         "budget=0.5,sinks=2,score.chunk=10,score.instruction='',score.starting='',score.suffix=''",
         "budget=12,score.chunk=10,score.instruction=(7,),score.starting='',score.suffix='',score.normalise=True",
     ),
-    "duo_attention": ("sinks=2,recent=10,groups=2",),
+    "duo_attention": ("gates=((1.0,0.1),(0.3,0.9)),sinks=2,recent=10,groups=2",),
     "criticalkv": ("base=h2o,base.budget=12,base.recent=3,first=0.4",),
     "quantize": (
         "policy=morphkv,policy.budget=12,policy.window=4",
@@ -114,7 +113,7 @@ DISTINCT = (
     "kvcrush:base=h2o,base.budget=12,base.recent=2,share=0.5,granularity=page,page=3",
     "adakv:base=h2o,base.budget=12,base.recent=3,alpha=0.5,formula=kvpress",
     "kvzip:budget=0.5,sinks=2,score.chunk=10,score.instruction='',score.starting='',score.suffix=''",
-    "duo_attention:sinks=2,recent=10,groups=2",
+    "duo_attention:gates=((1.0,0.1),(0.3,0.9)),sinks=2,recent=10,groups=2",
     "quantize:policy=morphkv,policy.budget=12,policy.window=4",
     "rkv:budget=12,window=4,kernel=3,every=3",
     "think:base=snapkv,base.budget=12,base.window=4,base.kernel=3,ratio=0.5,window=4,recent=3",
@@ -149,10 +148,8 @@ some_alone = pytest.mark.parametrize("spec", part(ALL, ALONE), scope="session")
 
 def decoder(spec: str) -> Decoder:
     """Four query heads for each of two kv heads. One layer suffices for policies that treat all layers alike."""
-    if re.search(r"\b(duo_attention|headkv)\b", spec):
-        return tiny.decoder(
-            8, windows=(None,) * 4
-        )  # the gates that kvjax contains are for four layers and two kv heads
+    if "headkv" in spec:
+        return tiny.decoder(8, windows=(None,) * 4)  # the importance that kvjax contains is for four layers
     policy = policies.parse(spec)
     layers_differ = policy.allocates or any(x in spec for x in ("dense_layers", "pyramid", "lacache", "per_layer"))
     return tiny.decoder(

@@ -91,8 +91,9 @@ def test_every_policy_leaves_the_states_alone(policy):
 @pytest.mark.long(first=1)
 @pytest.mark.parametrize("text", ["full", "h2o:budget=16", "dynamickv:budget=16", "adakv:base=h2o,base.budget=16"])
 def test_plans_count_the_states(text):
-    cache = answered(ROWS, policy=text).cache
-    config = hybrid().config
+    params = hybrid((2,) if text == "full" else (2, 0, 1))
+    cache = kvjax.generate(params, ROWS, max_new_tokens=NEW, policy=text).cache
+    config = params.config
     plan = kvjax.plan_cache(config, cache.policy, batch=4, length=max(LENGTHS), new_tokens=NEW, dtype=jnp.float32)
     assert plan.nbytes == cache.nbytes
     states = 4 * config.recurrence.nbytes(jnp.float32)

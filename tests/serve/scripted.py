@@ -20,10 +20,16 @@ from kvjax.models import Decoder, DecoderConfig, Rope
 
 TAIL = 40  # characters of a text that are one token: calls end alike
 VOCAB = 512  # the same for all scripts, so that tests share what is compiled
-HERMES = (
-    "{% if tools %}{{ tools | tojson }} calls as <tool_call>{% endif %}"
+WHOLE = (
+    "{{ tools | tojson if tools }}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}\n{% endfor %}"
 )
+# Prompts of at most 16 bytes, so that an engine has the programs of one length: sizes stand for what WHOLE writes.
+SIZES = (
+    "{{ tools | tojson | length if tools }}{% for m in messages %}{{ m.role[0] }}"
+    "{{ m.tool_calls | tojson | length if m.tool_calls }}{% endfor %}"
+)
+HERMES = SIZES + "{# <tool_call> #}"
 ASKS = "{{ '<s' ~ messages | selectattr('role', 'equalto', 'tool') | list | length ~ '>' if add_generation_prompt }}"
 
 

@@ -15,7 +15,7 @@ from kvjax.serve import Settings
 from kvjax.serve.chat import Chat
 from kvjax.serve.dialects import Template
 from kvjax.serve.parsing import parse
-from tests.serve.scripted import HERMES, scripted
+from tests.serve.scripted import HERMES, SIZES, WHOLE, scripted
 from tests.serve.serving import Serving, only, send, served
 
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}  # a scripted model would write digits without end
@@ -37,7 +37,6 @@ TOOLS: Any = [
 ]
 CHOICE: Any = {"type": "function", "function": {"name": "add"}}
 ASK: Any = {"model": "tiny", "messages": [{"role": "user", "content": "1 + 2?"}], "temperature": 0}
-SHOWN = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
 FORMS: dict[str, tuple[str, str, Sequence[str]]] = {
     "hermes": (
         'One.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n'
@@ -47,27 +46,28 @@ FORMS: dict[str, tuple[str, str, Sequence[str]]] = {
     ),
     "llama": (
         '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}; {"name": "now", "parameters": {}}',
-        SHOWN + "{# <|python_tag|> #}",
+        SIZES + "{# <|python_tag|> #}",
         ["<|python_tag|>"],
     ),
     "mistral": (
         'One.[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "now", "arguments": {}}]',
-        SHOWN + "{# [TOOL_CALLS] #}",
+        SIZES + "{# [TOOL_CALLS] #}",
         ["[TOOL_CALLS]"],
     ),
     "harmony": (
         "<|channel|>commentary to=functions.add <|constrain|>json<|message|>" + '{"a": 1, "b": 2}',
-        SHOWN + "{# <|channel|> #}",
+        SIZES + "{# <|channel|> #}",
         ["<|channel|>", "<|constrain|>", "<|message|>"],
     ),
 }
 
 
-def serving(scripts: Sequence[str], template: str = HERMES, special: Sequence[str] = ()) -> Iterator[Serving]:
+def serving(
+    scripts: Sequence[str], template: str = HERMES, special: Sequence[str] = (), longest: int = 16, guided: bool = False
+) -> Iterator[Serving]:
     params, tokenizer = scripted(scripts, template, special)
-    with kvjax.Engine(
-        params, "full", rows=2, max_prompt=1024, max_new_tokens=128, tokenizer=tokenizer, chunk=128, guided=True
-    ) as engine:
+    sizes = {"rows": 2, "max_prompt": longest, "max_new_tokens": 128}
+    with kvjax.Engine(params, "full", **sizes, tokenizer=tokenizer, guided=guided) as engine:
         yield from served(only(engine, "full"), Settings(api_key="secret"))
 
 
@@ -127,9 +127,10 @@ def test_the_prompt_shows_tools_and_calls() -> None:
     """The checkpoint's template writes both, and gets the arguments of a call as an object."""
     script = FORMS["hermes"][0]
     template = (
-        HERMES + "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function.arguments.b * 'x' }}{% endfor %}"
+        WHOLE + "{% for m in messages if m.tool_calls %}{{ m.tool_calls[0].function.arguments.b * 'x' }}{% endfor %}"
+        "{# <tool_call> #}"
     )
-    for one in serving([script, "It is 3."], template):
+    for one in serving([script, "It is 3."], template, longest=1024):
         prompts = [
             one.client.chat.completions.create(**ASK, **more).usage.prompt_tokens
             for more in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS})
@@ -250,7 +251,7 @@ def test_templates_that_cannot_be_read() -> None:
 def test_required_calls_and_forms() -> None:
     """A grammar has the model call, and write what a schema accepts, where the script has it do neither."""
     pytest.importorskip("llguidance", reason="llguidance is not installed (the extra `serve`)")
-    for one in serving(["It is 3."]):
+    for one in serving(["It is 3."], guided=True):
         create: Any = one.client.chat.completions.create
         for tool_choice, named in (("required", {"add", "now"}), (CHOICE, {"add"})):
             runs = [
