@@ -101,6 +101,8 @@ class Reading:
             forgets = plan is not None and plan.final and kept is None and policy.every is None
             observes = self.limits.limited[i] and not forgets
             old = entries.layer(i, slots)
+            if observes and old.slots and layer.window is not None and policy.every is None:
+                old = old.in_order()  # steps overwrote slots that left the window, and scores may pool neighbours
             query_heads, hidden_size = heads.whole_groups_of(q.shape[1]), layer.output.shape[-1]
             shape = LayerShape(q.shape[0], query_heads, k.shape[1], k.shape[3], k.dtype, hidden_size)
             if observes and not old.has_state:  # it was forgotten when the prompt had been read
