@@ -85,6 +85,8 @@ def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, c
     kept = _kept(cache, occupied, new) if compress else (None,) * len(cache.kept)
     after = partial(cache.entries.slots_after, occupied, new=new, windows=cache.windows)
     rooms, newest = cache.rooms(room), cache.policy.storage.newest
+    if room and not compress and not cache.entries.preallocates:
+        rooms = _rooms_to_fill(cache, rooms, [there + new for there in occupied])
     if newest is None or not (compress and final):
         return ReadPlan(after(room=rooms, kept=kept), kept, final)
     # The entries of a sliding-window layer leave while an answer grows, and slots of settled ones are never used again.
@@ -99,6 +101,20 @@ def _kept(cache: KVCache, occupied: Sequence[int], new: int) -> tuple[int | None
     if cache.policy.budget.pace is None or not cache.filled:
         return cache.kept
     return tuple(bucket(there + cache.policy.rise(new)) for there in occupied)
+
+
+def _rooms_to_fill(cache: KVCache, rooms: Sequence[int], held: Sequence[int]) -> tuple[int, ...]:
+    """Returns the slots that an answer needs behind a prompt that is not compressed.
+
+    A layer that evicts takes tokens until it holds its budget, and a compression would have made the slots for these.
+
+    Args:
+        rooms: for tokens to come, of layers that hold their budget.
+        held: the most entries of each layer after the prompt, which is all of it.
+    """
+    most = (cache.policy.slots(i, size, len(held)) or 0 for i, size in enumerate(held))
+    each = zip(rooms, held, most, cache.grows, strict=True)
+    return tuple(room if grows else room + max(0, slots - size) for room, size, slots, grows in each)
 
 
 def check_fits(cache: KVCache, size: Sequence[int]) -> None:
