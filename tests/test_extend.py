@@ -233,19 +233,6 @@ def test_finished_rows_of_a_sliding_window_stay_bit_for_bit(spec):
 
 
 @pytest.mark.slow
-def test_a_prompt_may_go_on_after_steps_in_a_sliding_window():
-    """Steps write into the slots that the window has left, in no order. SnapKV's scores pool neighbours in the text."""
-    params, spec = tiny.decoder(windows=(12,)), "snapkv:budget=6,window=2,kernel=5,pool=avg"
-    more = np.random.default_rng(4).integers(0, tiny.VOCAB, (3, 8))
-    _, whole = tiny.prefill(params, spec, [np.append(row, own) for row, own in zip(ROWS, more, strict=True)], 32)
-    _, cache = tiny.prefill(params, spec, ROWS, SIZE, compress="never")
-    _, cache = decode(params, cache, more[:, :4].T)
-    assert (np.diff(cache.entries[0].positions) < 0).any()
-    _, cache = extend(params, cache, more[:, 4:])
-    assert [tiny.held(cache, row) for row in range(3)] == [tiny.held(whole, row) for row in range(3)]
-
-
-@pytest.mark.slow
 def test_a_window_larger_than_the_text_and_a_layer_without_one():
     params = tiny.decoder(windows=(None, 100))
     _, cache = tiny.prefill(params, "full", ROWS, SIZE, room=4)

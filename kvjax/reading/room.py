@@ -80,15 +80,30 @@ def only_once(policy: Policy) -> str | None:
     return None
 
 
-def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, compress: bool, final: bool) -> ReadPlan:
-    """Returns the plan of a call that reads `new` tokens, with `room` slots for tokens to come where a layer grows."""
+def plan_read(
+    cache: KVCache,
+    occupied: Sequence[int],
+    *,
+    new: int,
+    room: int,
+    compress: bool,
+    final: bool,
+    spares: bool = False,
+) -> ReadPlan:
+    """Returns the plan of a call that reads `new` tokens, with `room` slots for tokens to come where a layer grows.
+
+    Args:
+        spares: whether rows without a token are not compressed, so that layers stay as large as they are.
+    """
     kept = _kept(cache, occupied, new) if compress else (None,) * len(cache.kept)
+    if spares:
+        kept = tuple(None if most is None else max(most, there) for most, there in zip(kept, occupied, strict=True))
     after = partial(cache.entries.slots_after, occupied, new=new, windows=cache.windows)
     rooms, newest = cache.rooms(room), cache.policy.storage.newest
     if room and not compress and not cache.entries.preallocates:
         rooms = _rooms_to_fill(cache, rooms, [there + new for there in occupied])
     if newest is None or not (compress and final):
-        return ReadPlan(after(room=rooms, kept=kept), kept, final)
+        return ReadPlan(after(room=rooms, kept=kept), kept, final, spares=spares)
     # The entries of a sliding-window layer leave while an answer grows, and slots of settled ones are never used again.
     retained = after(room=[0] * len(kept), kept=kept)
     settled = [None if window else most for most, window in zip(retained, cache.windows, strict=True)]
