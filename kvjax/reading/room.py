@@ -96,8 +96,9 @@ def plan_read(
         spares: whether rows without a token are not compressed, so that layers stay as large as they are.
     """
     kept = _kept(cache, occupied, new) if compress else (None,) * len(cache.kept)
-    if spares:
-        kept = tuple(None if most is None else max(most, there) for most, there in zip(kept, occupied, strict=True))
+    whole = tuple(None if most is None else max(most, there) for most, there in zip(kept, occupied, strict=True))
+    spares = spares and (cache.policy.every is None or whole != kept)  # else no row holds more than is retained
+    kept = whole if spares else kept
     after = partial(cache.entries.slots_after, occupied, new=new, windows=cache.windows)
     rooms, newest = cache.rooms(room), cache.policy.storage.newest
     if room and not compress and not cache.entries.preallocates:

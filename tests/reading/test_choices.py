@@ -141,6 +141,23 @@ def test_slots_of_a_prompt_that_is_not_compressed(policy: str, room: int, slots:
     assert plan_read(cache, [0], new=24, room=room, compress=False, final=False).slots == (slots,)
 
 
+@pytest.mark.parametrize(
+    ("policy", "occupied", "slots", "spares"),
+    [
+        ("snapkv:budget=12,window=4", 12, 12, True),
+        ("snapkv:budget=12,window=4", 20, 20, True),
+        ("h2o:budget=12", 12, 12, False),  # no row holds more
+        ("h2o:budget=12", 20, 20, True),
+    ],
+)
+def test_slots_where_rows_without_a_token_are_not_compressed(
+    policy: str, occupied: int, slots: int, spares: bool
+) -> None:
+    cache = jax.eval_shape(lambda: tiny.empty(tiny.decoder(), policy, np.array([24]), 24))
+    plan = plan_read(cache, [occupied], new=4, room=0, compress=True, final=True, spares=True)
+    assert plan == ReadPlan((slots,), (slots,), True, spares=spares)
+
+
 def test_rows_of_a_pool() -> None:
     """The head with the least room decides."""
     assert [whole_pages(rows) for rows in (0, 1, PAGE, PAGE + 1)] == [0, PAGE, PAGE, 2 * PAGE]
