@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Entries, Layers, Slots
+from kvjax.cache import UNLIMITED, Entries, Layers, Slots
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
 from kvjax.pallas_kernels import compact
@@ -31,12 +31,14 @@ class ReadPlan:
         final: whether the prompt ends with this call, so that a policy that never evicts again can forget its state.
         settled: the most entries that each layer retains of a prompt, if its storage settles when this call ends: only
             the newest are then in `slots`. None for a layer whose storage does not settle; empty if none does.
+        spares: whether rows without a token are not compressed: `kept` is enough for all that they hold.
     """
 
     slots: tuple[int, ...]
     kept: tuple[int | None, ...]
     final: bool
     settled: tuple[int | None, ...] = ()
+    spares: bool = False
 
     def of_layers(self, first: int, count: int) -> ReadPlan:
         """Returns the plan of some layers."""
@@ -101,6 +103,8 @@ class Reading:
             forgets = plan is not None and plan.final and kept is None and policy.every is None
             observes = self.limits.limited[i] and not forgets
             old = entries.layer(i, slots)
+            if observes and old.slots and layer.window is not None and policy.every is None:
+                old = old.in_order()  # steps overwrote slots that left the window, and scores may pool neighbours
             query_heads, hidden_size = heads.whole_groups_of(q.shape[1]), layer.output.shape[-1]
             shape = LayerShape(q.shape[0], query_heads, k.shape[1], k.shape[3], k.dtype, hidden_size)
             if observes and not old.has_state:  # it was forgotten when the prompt had been read
@@ -163,8 +167,12 @@ class Reading:
                     held = old.grow(slots).insert(new, joined)
                     held = held.without_state() if forgets else held
                 else:
-                    held = expired(held, moment, lengths > 0)
+                    held, capacity = expired(held, moment, lengths > 0), held.capacity
+                    if plan.spares:
+                        held = replace(held, capacity=jnp.where(lengths[:, None] > 0, capacity, UNLIMITED))
                     held = finished(policy, held, moment, met_by, plan, i)
+                    if plan.spares:
+                        held = replace(held, capacity=jnp.where(lengths[:, None] > 0, held.capacity, capacity))
             # Without the barrier XLA may compress all layers at the end, and hold their keys and values until then.
             context, held = jax.lax.optimization_barrier((context, held))
             after = entries.with_layer(i, held)

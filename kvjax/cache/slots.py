@@ -119,6 +119,11 @@ class Slots:
             settled=None,
         )
 
+    def in_order(self) -> Slots:
+        """Returns the same entries in order of position, behind the empty slots."""
+        order = jnp.argsort(self.positions, axis=-1)
+        return self.gather(jnp.where(jnp.take_along_axis(self.positions, order, axis=-1) >= 0, order, -1))
+
     def parted(self, newest: int) -> tuple[Slots, Slots]:
         """Returns the latest entries of each head, at most `newest`, and the older ones, in the slots that are left.
 

@@ -39,10 +39,13 @@ class Lasting(NamedTuple):
 
 
 class Asking(NamedTuple):
-    """The window's queries, and how many entries each head had evicted when its F was last computed."""
+    """The window's queries, and how many tokens had left each head when its F was last computed.
+
+    Tokens that have left a layer's sliding window since then are counted too: they were not evicted.
+    """
 
     ring: QueryRing
-    evicted: Int[Array, "B H"]
+    left: Int[Array, "B H"]
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,15 @@ class GlobalAttention(QueryWindow):
             local = jax.lax.cond(jnp.any(asks), attention, lambda: jnp.zeros_like(last.now))
         else:
             local = attention()  # of a head that is not full, it is computed again before it counts
-        evicted = moment.next_position[:, None] - entries.occupancy
-        before = jnp.where((evicted > entries.per_row.evicted)[..., None], last.now, last.before)
+        left = moment.next_position[:, None] - entries.occupancy
+        before = jnp.where((left > entries.per_row.left)[..., None], last.now, last.before)
         now = Lasting(jnp.maximum(self.decay * before, local), before)
         lasting = jax.tree.map(lambda new, old: jnp.where(asks[..., None], new, old), now, last)
-        return lasting, Asking(ring, jnp.where(asks, evicted, entries.per_row.evicted))
+        left = jnp.where(asks, left, entries.per_row.left)
+        if moment.window is not None:  # before anything is evicted
+            unseen = entries.positions <= moment.next_position[:, None, None] - moment.window
+            left += jnp.sum(unseen & (entries.positions >= 0), axis=-1)
+        return lasting, Asking(ring, left)
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         distant = (entries.positions >= 0) & (entries.positions < moment.next_position[:, None, None] - self.window)

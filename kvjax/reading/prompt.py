@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.attend import ReadPlan
 from kvjax.cache import bucket
 from kvjax.kv_cache import KVCache
+from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
-from kvjax.policy import Texts
+from kvjax.policy import Policy, Texts
 from kvjax.runtime.clock import Run, run_at_once
 from kvjax.runtime.compiled import key_of
 from kvjax.runtime.progress import Counting, closely_watched
@@ -87,6 +88,7 @@ class Plan:
             cache will tell.
         begins: whether the prompt begins its cache.
         longest: the static bound of segments once the budget has been allocated; None if only the cache will tell.
+        spares: whether the last chunk leaves rows without a token as they are.
     """
 
     end: Ending
@@ -97,6 +99,7 @@ class Plan:
     occupied: Sequence[int] | None
     begins: bool
     longest: int | None = None
+    spares: bool = False
 
     @classmethod
     def of(
@@ -119,20 +122,40 @@ class Plan:
             check_one_call(cache.policy, begins)
         *before, last = batch.chunks(chunk)
         new = last.tokens.shape[1]
-        compresses = compress == "chunk"
-        between = plan_read(cache, occupied, new=len(before) * new, room=0, compress=compresses, final=False)
+        # No token that has come since could tell what should stay of a row.
+        compresses, spares = compress == "chunk", end.compress and cache.filled and _some_wait(last, cache.policy)
+        between = plan_read(
+            cache,
+            occupied,
+            new=len(before) * new,
+            room=0,
+            compress=compresses,
+            final=False,
+            spares=compresses and not begins and any(_some_wait(part, cache.policy) for part in before),
+        )
         if before:
             check_fits(cache, between.slots)
-            return cls(end, chunk, between, new, room, None, begins)
-        return cls(end, None, between, new, room, occupied, begins)
+            return cls(end, chunk, between, new, room, None, begins, spares=spares)
+        return cls(end, None, between, new, room, occupied, begins, spares=spares)
 
     def last(self, cache: KVCache) -> ReadPlan:
         """Returns the plan of the last chunk, after those before it have been read into `cache`."""
         occupied = occupied_slots(cache) if self.occupied is None else self.occupied
         room = 0 if self.end.allocate else self.room
-        plan = plan_read(cache, occupied, new=self.new, room=room, compress=self.end.compress, final=self.end.final)
+        ends = {"compress": self.end.compress, "final": self.end.final, "spares": self.spares}
+        plan = plan_read(cache, occupied, new=self.new, room=room, **ends)
         check_fits(cache, plan.slots)
         return plan
+
+
+def _some_wait(batch: Batch, policy: Policy) -> bool:
+    """Returns whether a batch has rows without a token. In a caller's program it may, if their scores are forgotten."""
+    lengths = batch.lengths
+    if isinstance(lengths, jax.core.Tracer):
+        return policy.every is None
+    if isinstance(lengths, jax.Array):
+        lengths = fetch(lengths)
+    return isinstance(lengths, np.ndarray) and bool((lengths == 0).any())
 
 
 def pieces(

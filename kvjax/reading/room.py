@@ -80,13 +80,31 @@ def only_once(policy: Policy) -> str | None:
     return None
 
 
-def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, compress: bool, final: bool) -> ReadPlan:
-    """Returns the plan of a call that reads `new` tokens, with `room` slots for tokens to come where a layer grows."""
+def plan_read(
+    cache: KVCache,
+    occupied: Sequence[int],
+    *,
+    new: int,
+    room: int,
+    compress: bool,
+    final: bool,
+    spares: bool = False,
+) -> ReadPlan:
+    """Returns the plan of a call that reads `new` tokens, with `room` slots for tokens to come where a layer grows.
+
+    Args:
+        spares: whether rows without a token are not compressed, so that layers stay as large as they are.
+    """
     kept = _kept(cache, occupied, new) if compress else (None,) * len(cache.kept)
+    whole = tuple(None if most is None else max(most, there) for most, there in zip(kept, occupied, strict=True))
+    spares = spares and (cache.policy.every is None or whole != kept)  # else no row holds more than is retained
+    kept = whole if spares else kept
     after = partial(cache.entries.slots_after, occupied, new=new, windows=cache.windows)
     rooms, newest = cache.rooms(room), cache.policy.storage.newest
+    if room and not compress and not cache.entries.preallocates:
+        rooms = _rooms_to_fill(cache, rooms, [there + new for there in occupied])
     if newest is None or not (compress and final):
-        return ReadPlan(after(room=rooms, kept=kept), kept, final)
+        return ReadPlan(after(room=rooms, kept=kept), kept, final, spares=spares)
     # The entries of a sliding-window layer leave while an answer grows, and slots of settled ones are never used again.
     retained = after(room=[0] * len(kept), kept=kept)
     settled = [None if window else most for most, window in zip(retained, cache.windows, strict=True)]
@@ -99,6 +117,20 @@ def _kept(cache: KVCache, occupied: Sequence[int], new: int) -> tuple[int | None
     if cache.policy.budget.pace is None or not cache.filled:
         return cache.kept
     return tuple(bucket(there + cache.policy.rise(new)) for there in occupied)
+
+
+def _rooms_to_fill(cache: KVCache, rooms: Sequence[int], held: Sequence[int]) -> tuple[int, ...]:
+    """Returns the slots that an answer needs behind a prompt that is not compressed.
+
+    A layer that evicts takes tokens until it holds its budget, and a compression would have made the slots for these.
+
+    Args:
+        rooms: for tokens to come, of layers that hold their budget.
+        held: the most entries of each layer after the prompt, which is all of it.
+    """
+    most = (cache.policy.slots(i, size, len(held)) or 0 for i, size in enumerate(held))
+    each = zip(rooms, held, most, cache.grows, strict=True)
+    return tuple(room if grows else room + max(0, slots - size) for room, size, slots, grows in each)
 
 
 def check_fits(cache: KVCache, size: Sequence[int]) -> None:

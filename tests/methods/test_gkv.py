@@ -63,8 +63,13 @@ def test_retains_what_the_equations_retain(group, every):
 
 
 @pytest.mark.slow
-def test_a_prompt_in_pieces():
-    params, rows = tiny.decoder(), [np.random.default_rng(n).integers(0, tiny.VOCAB, n) for n in (30, 11)]
+@pytest.mark.parametrize("window", [None, 14])
+def test_a_prompt_in_pieces(window):
+    """Tokens that have left a sliding window between two pieces were not evicted."""
+    params, rows = (
+        tiny.decoder(windows=(window,)),
+        [np.random.default_rng(n).integers(0, tiny.VOCAB, n) for n in (30, 11)],
+    )
     whole, pieces = (tiny.prefill(params, "gkv:budget=9,window=3,every=2", rows, 32, chunk=n)[1] for n in (None, 7))
     for _ in range(4):
         assert [tiny.held(whole, row) for row in range(2)] == [tiny.held(pieces, row) for row in range(2)]

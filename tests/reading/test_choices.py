@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from kvjax.policies import parse
 from kvjax.reading.allocate import limits
 from kvjax.reading.prompt import Batch
 from kvjax.reading.read_each import End
-from kvjax.reading.room import Ending, ending, only_once
+from kvjax.reading.room import Ending, ending, only_once, plan_read
 from kvjax.reading.widening import Widths
+from tests import tiny
 from tests.methods import one_layer
 
 LENGTHS = (1, 5, 13)
@@ -122,6 +124,41 @@ def test_slots_of_a_layer(now: int, occupied: int, new: int, room: int, kept: An
     assert layers.filling([True, True], [None, now]) == (True, False)
     assert layers.filling([False, True], [None, now + 1]) == (False, True)
     assert (layers[0].slots, layers.bounds, layers.mean_slots) == (5, (5, now), (5, now))
+
+
+@pytest.mark.parametrize(
+    ("policy", "room", "slots"),
+    [
+        ("full", 4, 28),
+        ("snapkv:budget=40,window=4", 4, 28),
+        ("h2o:budget=40", 4, 40),  # an answer fills the budget before it evicts
+        ("h2o:budget=40", 0, 24),  # none follows
+        ("h2o:budget=12", 4, 24),
+        ("h2o:budget=1.0", 4, 24),
+        ("adakv:base=h2o,base.budget=40", 4, 40),
+        ("rising:base=knorm,share=0.5", 4, 26),
+    ],
+)
+def test_slots_of_a_prompt_that_is_not_compressed(policy: str, room: int, slots: int) -> None:
+    cache = jax.eval_shape(lambda: tiny.empty(tiny.decoder(), policy, np.array([24]), 24))
+    assert plan_read(cache, [0], new=24, room=room, compress=False, final=False).slots == (slots,)
+
+
+@pytest.mark.parametrize(
+    ("policy", "occupied", "slots", "spares"),
+    [
+        ("snapkv:budget=12,window=4", 12, 12, True),
+        ("snapkv:budget=12,window=4", 20, 20, True),
+        ("h2o:budget=12", 12, 12, False),  # no row holds more
+        ("h2o:budget=12", 20, 20, True),
+    ],
+)
+def test_slots_where_rows_without_a_token_are_not_compressed(
+    policy: str, occupied: int, slots: int, spares: bool
+) -> None:
+    cache = jax.eval_shape(lambda: tiny.empty(tiny.decoder(), policy, np.array([24]), 24))
+    plan = plan_read(cache, [occupied], new=4, room=0, compress=True, final=True, spares=True)
+    assert plan == ReadPlan((slots,), (slots,), True, spares=spares)
 
 
 def test_rows_of_a_pool() -> None:

@@ -26,6 +26,9 @@ class NonCausalAttention(Score):
     are not scaled. The state is the sum over queries per slot, and as many of the last queries as the next call needs
     to go on with the last chunk. On a mesh where devices hold the same kv head, they exchange the group's queries.
 
+    A layer with a sliding window sees the keys that are in its window when a piece of a prompt has been read. Pieces
+    that are shorter than the window, and a whole prompt, may therefore give other scores there.
+
     Attributes:
         chunk: the number of tokens in a chunk.
         sinks: the number of first tokens that take no part.
