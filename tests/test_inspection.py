@@ -173,6 +173,16 @@ def test_a_page_holds_the_recording_and_nothing_from_elsewhere(recording: Record
     assert not re.search(r"https?:|src=|href=|@import|url\(", html)
 
 
+def test_steps_are_those_of_the_recording(recording: Recording) -> None:
+    """Its last step is 4. A page is of a recording."""
+    np.testing.assert_array_equal(recording.held(-1), recording.held(4))
+    for step in (5, -6, 1.0, None):
+        with pytest.raises(ValueError, match=rf"step={step}: expected an integer in 0 .. 4, or in -5 .. -1"):
+            recording.held(step)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="recording is of type str: expected a Recording"):
+        page("recording")  # type: ignore[arg-type]
+
+
 # Simulates a reader and collects what the page shows.
 VISIT = """
 <script>
