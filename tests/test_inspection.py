@@ -178,9 +178,9 @@ def test_steps_are_those_of_the_recording(recording: Recording) -> None:
     np.testing.assert_array_equal(recording.held(-1), recording.held(4))
     for step in (5, -6, 1.0, None):
         with pytest.raises(ValueError, match=rf"step={step}: expected an integer in 0 .. 4, or in -5 .. -1"):
-            recording.held(step)  # type: ignore[arg-type]
+            recording.held(step)
     with pytest.raises(ValueError, match="recording is of type str: expected a Recording"):
-        page("recording")  # type: ignore[arg-type]
+        page("recording")
 
 
 # Simulates a reader and collects what the page shows.

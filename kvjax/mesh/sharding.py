@@ -207,7 +207,7 @@ def check_batch(rows: int, mesh: Mesh | None) -> None:
         )
 
 
-def fetch(x: Array) -> np.ndarray:
+def fetch(x: Array | jax.ShapeDtypeStruct) -> np.ndarray:
     """Returns the complete array on the host. With several processes, all must call it, and each gets the array.
 
     Raises ValueError for an array of a planned cache.
