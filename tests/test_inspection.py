@@ -123,6 +123,29 @@ def test_merged_entries_are_made_of_what_went_into_them(text: str, tiny: Decoder
     assert set(recording.into[still]) == {-1}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kvmerger:budget=24,recent=8,merge.heavy=4,merge.theta=0.3,every=2",
+        "attention_matching:base=snapkv,base.budget=24,base.window=4,queries=6",
+    ],
+)
+def test_merges_in_loops_and_solutions_are_followed(text: str, shallow: Decoder) -> None:
+    """Of a merge that some steps leave out, and of values that are fitted to all entries."""
+    recording = record(shallow, PROMPT, policy=text, max_new_tokens=NEW)
+    assert recording.into is not None
+    targets = recording.into[recording.into != -1]
+    if text.startswith("attention_matching"):
+        assert (recording.into[recording.left == 0] == -2).all()
+        return
+    assert (recording.left[recording.into >= 0] > 0).any()
+    assert (targets >= 0).all()
+    for layer, head, position in np.argwhere(recording.into >= 0):
+        own = recording.left[layer, head]
+        assert own[recording.into[layer, head, position]] > own[position]
+
+
 @pytest.mark.slow
 def test_texts_and_ends(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     free = record(shallow, "ba ce di", max_new_tokens=NEW, tokenizer=tokenizer)
