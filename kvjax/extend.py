@@ -10,8 +10,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.checks import check_integers, check_params, check_type, shown
-from kvjax.kv_cache import KVCache
+from kvjax.checks import check_integers, check_params, shown
+from kvjax.kv_cache import KVCache, check_cache
 from kvjax.mesh.sharding import mesh_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy
@@ -58,7 +58,7 @@ def extend(
             tokens do not fit.
     """
     check_params(params)
-    check_type("cache", cache, KVCache)
+    check_cache(cache)
     check_policy(cache, policy)
     check_mesh(cache, params)
     check_attached(cache.policy, params)

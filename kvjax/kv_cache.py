@@ -290,6 +290,13 @@ def held_once(layers: Layers, config: DecoderConfig, policy: Policy) -> Layers:
     return Layers(tuple(replace(layer, values=values) for layer in layers.each))
 
 
+def check_cache(cache: Any) -> None:
+    """Raises ValueError for what is no cache, or is planned."""
+    check_type("cache", cache, KVCache)
+    if isinstance(cache.length, jax.ShapeDtypeStruct):
+        fetch(cache.length)  # which raises
+
+
 @own_modes()
 def empty_cache(params: Decoder, policy: Policy, prompt_lengths: Int[Array, "B"]) -> KVCache:
     """An empty cache, to be extended by `kvjax.extend`.

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.cache import Entries, Layers, bucket
-from kvjax.checks import LARGEST, check_params, check_type, shown
-from kvjax.kv_cache import KVCache, held_once
+from kvjax.checks import LARGEST, check_params, shown
+from kvjax.kv_cache import KVCache, check_cache, held_once
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.parts import Fixed
@@ -61,7 +61,7 @@ def prefill_each(
         return iter(())
     check_params(params)
     if cache is not None:
-        check_type("cache", cache, KVCache)
+        check_cache(cache)
     reading = reading_policy(each)
     if cache is not None and (cache.policy != reading or cache.filled):
         raise ValueError("the cache was not read for these policies: expected one of begin_each with the same policies")

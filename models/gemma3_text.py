@@ -40,13 +40,17 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 def rope_by_kind(hf: Mapping[str, Any], full: dict[str, Any], sliding: dict[str, Any]) -> list[dict[str, Any]]:
     """The fields of RoPE in the layers with full attention, and in those with a window.
 
-    transformers 5 writes `rope_parameters` by kind of layer. `full` and `sliding` are the fields of earlier configs.
+    transformers 5 writes `rope_parameters` by kind of layer. `full` and `sliding` are the fields of earlier configs. As
+    in transformers, a `rope_scaling` beside it replaces fields of the layers with full attention.
     """
     by_kind = hf.get("rope_parameters") or {}
     if isinstance(by_kind, Mapping) and qwen2.FULL in by_kind:  # transformers 5.0 adds fields of a flat mapping
         by_kind = {name: value for name, value in by_kind.items() if (name, value) not in UNUSED}
     if not isinstance(by_kind, Mapping) or set(by_kind) - {qwen2.FULL, qwen2.SLIDING}:
         raise unsupported("rope_parameters", by_kind, f"a mapping with {qwen2.FULL!r} and {qwen2.SLIDING!r}")
+    given, scaling = by_kind.get(qwen2.FULL), full.get("rope_scaling")
+    if isinstance(given, Mapping) and isinstance(scaling, Mapping):
+        full, by_kind = full | {"rope_scaling": None}, {**by_kind, qwen2.FULL: {**given, **scaling}}
     old = {qwen2.FULL: full, qwen2.SLIDING: sliding}
     return [fields | {"rope_parameters": by_kind.get(kind)} for kind, fields in old.items()]
 
@@ -62,6 +66,6 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def text_name(name: str, config: DecoderConfig) -> str | None:
-    """Returns the name in `weights` of a tensor as Google, or transformers 5, writes it; None for one of images."""
+    """Returns the name in `weights` of a tensor as it is published, or as transformers 5 writes it; None for one of images."""
     own = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     return None if own.removeprefix("model.").startswith(OTHER) else own

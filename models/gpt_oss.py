@@ -47,7 +47,7 @@ ROPE = {
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
-    if hf.get("rope_parameters") is None and hf.get("rope_scaling") is None:
+    if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
         hf["rope_parameters"] = ROPE
     require(hf, "swiglu_alpha", ALPHA)
     stored = hf.get("quantization_config")

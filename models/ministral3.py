@@ -9,6 +9,7 @@ from typing import Any
 from . import mistral
 from .config import DecoderConfig, base_config, base_hf_config
 from .fields import number, require, unsupported
+from .gemma3_text import text_name as text_name
 from .llama import weights as weights
 from .rope import Rope, YarnScaling
 from .rope_config import rope_from_hf, rope_to_hf
@@ -45,7 +46,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 
 def _rope(hf: Mapping[str, Any]) -> Rope:
     """Reads YaRN with the growth of queries, which is a field of the same mapping."""
-    given = hf.get("rope_scaling") or hf.get("rope_parameters") or ROPE
+    given = hf.get("rope_scaling") or hf.get("rope_parameters")
+    given = ROPE if given is None else given
     if not isinstance(given, Mapping):
         raise unsupported("rope_parameters", given, "a mapping")
     fields = {name: value for name, value in dict(given).items() if name not in (BETA, "max_position_embeddings")}

@@ -7,6 +7,7 @@ from typing import Any
 
 from .config import DecoderConfig, base_config, base_hf_config
 from .fields import integer, layer_count, require
+from .gemma3_text import text_name as text_name
 from .llama import weights as weights
 
 ARCHITECTURE = "MistralForCausalLM"

@@ -21,9 +21,10 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
     windows = qwen2.periodic_windows(hf, 4)
     given = hf.get("rope_parameters")
-    if isinstance(given, Mapping) and given.get("rope_type") == "default":  # of all layers, as transformers 5.0 has it
-        hf |= {"rope_theta": given.get("rope_theta", hf["rope_theta"]), "rope_parameters": None}
-    theta = {"rope_theta": hf["rope_theta"]}
+    flat = given if isinstance(given, Mapping) and not {qwen2.FULL, qwen2.SLIDING} & given.keys() else {}
+    if flat.get("rope_type") == "default":  # of all layers, as transformers 5.0 has it
+        hf |= {"rope_theta": flat.get("rope_theta", hf["rope_theta"]), "rope_parameters": None}
+    theta = {"rope_theta": hf["rope_theta"]}  # of all layers, as in transformers 4, which alone writes it
     fields = rope_by_kind(hf, theta | {"rope_scaling": hf.get("rope_scaling")}, theta | {"rope_scaling": None})
     full, sliding = (rope_from_hf(hf | own, KINDS) for own in fields)
     return replace(olmo2.olmo(hf, ARCHITECTURE, windows, full), window_rope=sliding)

@@ -98,7 +98,7 @@ ALIASES = {"su": "longrope"}  # the name in the first Phi-3 checkpoints
 def rope_from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = tuple(ROPE_TYPES), *, partial: bool = False) -> Rope:
     """Reads RoPE from either form of config. If a config has both, `rope_scaling` wins, as in transformers.
 
-    A field that is null is absent.
+    A field that is null is absent, except that `truncate` is then false, as in transformers.
 
     Args:
         hf: the content of `config.json`.
@@ -111,7 +111,7 @@ def rope_from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = tuple(ROPE_TYPE
     fields = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(fields, Mapping):
         raise unsupported("rope_scaling", fields, "a mapping")
-    fields = {name: value for name, value in fields.items() if value is not None}
+    fields = {name: value for name, value in fields.items() if value is not None or name == "truncate"}
     if not partial:
         require(hf, "partial_rotary_factor", None, 1.0)
         require(fields, "partial_rotary_factor", 1.0)
@@ -123,7 +123,8 @@ def rope_from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = tuple(ROPE_TYPE
     kind = ALIASES.get(named, named) if isinstance(named, str) else named
     if kind not in kinds:
         raise unsupported("rope_type", named, ", ".join(map(repr, kinds)))
-    unknown = sorted(set(fields) - COMMON - set(ROPE_TYPES[kind].fields))
+    present = {name for name, value in fields.items() if value is not None}
+    unknown = sorted(present - COMMON - set(ROPE_TYPES[kind].fields))
     if unknown:
         accepted = ", ".join(sorted(COMMON | set(ROPE_TYPES[kind].fields)))
         raise UnsupportedModelError(

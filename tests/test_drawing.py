@@ -69,6 +69,7 @@ def test_a_notebook_shows_the_texts(tiny: Decoder, tokenizer: PreTrainedTokenize
         ({"tokens": range(90)}, "tokens at 90 positions: expected positions=range(...) of at most 80"),
         ({"tokens": [1, 2], "positions": range(5)}, "tokens has the shape (2,): expected at least (90,), what the row"),
         ({"tokens": "the king", "positions": range(5)}, "tokens"),
+        ({"tokenizer": 3}, "tokenizer is of type int: expected a tokenizer of transformers or None"),
         ({"tokens": [0.5] * 90, "positions": range(5)}, "tokens"),
     ],
 )
@@ -76,6 +77,26 @@ def test_what_cannot_be_drawn_is_refused(shallow: Decoder, options: dict[str, An
     cache = kvjax.prefill(shallow, list(range(90)))
     with pytest.raises(ValueError, match=re.escape(message)):
         draw(cache, **options)
+
+
+def test_caches_without_entries_cannot_be_drawn(shallow: Decoder) -> None:
+    """Neither an empty one, nor a planned one, of which nothing else can be asked either."""
+    policy = kvjax.policies.full()
+    with pytest.raises(ValueError, match="row 0 of the cache has seen no token: expected a cache that has read a pro"):
+        draw(kvjax.empty_cache(shallow, policy, np.array([8])))
+    plan = kvjax.plan_cache(shallow.config, policy, batch=1, length=8, new_tokens=1, dtype="float32")
+    calls: list[Any] = [
+        lambda: draw(plan),
+        lambda: plan.retained(0, 0),
+        lambda: kvjax.extend(shallow, plan, np.array([[1]])),
+        lambda: kvjax.prefill(shallow, [1], cache=plan),
+        lambda: kvjax.save_cache("nowhere", plan, shallow),
+    ]
+    for call in calls:
+        with pytest.raises(
+            ValueError, match="a planned cache has shapes and no values: expected a cache that has been"
+        ):
+            call()
 
 
 def test_without_matplotlib_an_error_names_it(shallow: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,29 @@ def test_merged_entries_are_made_of_what_went_into_them(text: str, tiny: Decoder
     assert set(recording.into[still]) == {-1}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kvmerger:budget=24,recent=8,merge.heavy=4,merge.theta=0.3,every=2",
+        "attention_matching:base=snapkv,base.budget=24,base.window=4,queries=6",
+    ],
+)
+def test_merges_in_loops_and_solutions_are_followed(text: str, shallow: Decoder) -> None:
+    """Of a merge that some steps leave out, and of values that are fitted to all entries."""
+    recording = record(shallow, PROMPT, policy=text, max_new_tokens=NEW)
+    assert recording.into is not None
+    targets = recording.into[recording.into != -1]
+    if text.startswith("attention_matching"):
+        assert (recording.into[recording.left == 0] == -2).all()
+        return
+    assert (recording.left[recording.into >= 0] > 0).any()
+    assert (targets >= 0).all()
+    for layer, head, position in np.argwhere(recording.into >= 0):
+        own = recording.left[layer, head]
+        assert own[recording.into[layer, head, position]] > own[position]
+
+
 @pytest.mark.slow
 def test_texts_and_ends(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     free = record(shallow, "ba ce di", max_new_tokens=NEW, tokenizer=tokenizer)
@@ -171,6 +194,16 @@ def test_a_page_holds_the_recording_and_nothing_from_elsewhere(recording: Record
     assert document["model"] == "some model"
     assert html.count("<script") == html.count("</script>") == 2
     assert not re.search(r"https?:|src=|href=|@import|url\(", html)
+
+
+def test_steps_are_those_of_the_recording(recording: Recording) -> None:
+    """Its last step is 4. A page is of a recording."""
+    np.testing.assert_array_equal(recording.held(-1), recording.held(4))
+    for step in (5, -6, 1.0, None):
+        with pytest.raises(ValueError, match=rf"step={step}: expected an integer in 0 .. 4, or in -5 .. -1"):
+            recording.held(step)
+    with pytest.raises(ValueError, match="recording is of type str: expected a Recording"):
+        page("recording")
 
 
 # Simulates a reader and collects what the page shows.

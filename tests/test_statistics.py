@@ -96,6 +96,19 @@ def test_no_queries_are_refused():
         measured(tiny.decoder(), [], 0)
 
 
+def test_numbers_that_are_not_finite_are_refused():
+    """Those of queries, which overflow here, and those of statistics that a caller gives."""
+    params = tiny.decoder()
+    graph, state = nnx.split(params)
+    large = nnx.merge(graph, state)
+    large.layers[0].attention.query[...] *= 3e37
+    with pytest.raises(FloatingPointError, match="queries of batch 0 are NaN or infinite, or their squares are, with"):
+        measured(large, [np.arange(40)[None]], sinks=0)
+    for value in (np.nan, 1e300):
+        with pytest.raises(ValueError, match="statistics query_mean have NaN or infinity as float32: expected finite"):
+            kvjax.with_statistics(params, {"query_mean": np.full((1, 4, 8), value)})
+
+
 def test_files(tmp_path):
     """Statistics are written and read, are no part of a checkpoint, and do not change the parameters they are given."""
     params = tiny.decoder(8, 2, (None, None))

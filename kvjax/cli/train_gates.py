@@ -90,7 +90,7 @@ def train_gates(
     check_training(out)
     params, tokenizer, stream = load_with_texts(model, dtype, mesh, data, length)
     objective = training.objective(params, recipe, stream, tokenizer, **given)
-    facts = {"model": model, "data": str(data)}
+    facts = {"model": model, "data": str(data), "texts": stream.facts}
     lines: list[Mapping[str, float]] = []
     with Bar("steps") as bar:
         bar.begin(steps)

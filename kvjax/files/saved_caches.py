@@ -19,10 +19,10 @@ from jaxtyping import Array, UInt32
 from kvjax.cache import Entries, Layers, Slots, planned_pool, statics
 from kvjax.checkpoint.errors import CheckpointError, orbax_writes
 from kvjax.checkpoint.folder import ORBAX
-from kvjax.checks import check_params, check_path, check_type
+from kvjax.checks import check_params, check_path
 from kvjax.files import checksums
 from kvjax.files.writing import finish, new_folder
-from kvjax.kv_cache import KVCache
+from kvjax.kv_cache import KVCache, check_cache
 from kvjax.mesh.sharding import check_batch, fetch, mesh_of, place
 from kvjax.models import Decoder
 from kvjax.policies import parse
@@ -54,7 +54,7 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder, overwrite: boo
             process is writing the folder.
         OSError: if the folder or a file cannot be written.
     """
-    check_type("cache", cache, KVCache)
+    check_cache(cache)
     check_params(params)
     check_described(cache.policy)
     arrays = _named(cache)

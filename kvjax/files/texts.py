@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,13 @@ class Stream:
     tokens: Int[np.ndarray, "T"]
     begin: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
+
+    @property
+    def facts(self) -> str:
+        """The number of tokens, and a hash of all that windows are drawn from."""
+        parts = (np.asarray(part, np.int64).tobytes() for part in (self.tokens, self.begin, self.ends))
+        digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+        return f"{len(self.tokens):,} tokens, hash {digest}"
 
     def windows(self, count: int, length: int, rng: np.random.Generator) -> Int[np.ndarray, "B N"]:
         """Draws `count` windows of `length` tokens at random places."""

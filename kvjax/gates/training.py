@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvjax.checkpoint.errors import CheckpointError, one_line
 from kvjax.checks import check_one_kind, installs
+from kvjax.files.saved_caches import fingerprint
 from kvjax.files.writing import check_folder, new_file, write_file
 from kvjax.models import Decoder
 
@@ -88,7 +89,8 @@ def train(
         objective: what is minimised.
         recipe: the settings that all methods have.
         out: an absent or empty folder, or one of an interrupted run with the same settings.
-        facts: how the gates are made: the settings of this run, and lines of the card.
+        facts: how the gates are made: the settings of this run beside its model's dtype and weights, and lines of the
+            card.
         save_every: the number of steps between two checkpoints.
         report: receives each line of the curve.
 
@@ -103,7 +105,8 @@ def train(
     optax = _optax()
     own = {**objective.sizes, **objective.settings}
     chosen = {name: value for name, value in dataclasses.asdict(recipe).items() if value is not None}
-    settings = {"method": objective.method, **own, **chosen, **facts}
+    model = {"dtype": params.embed.dtype.name, "weights": f"hash {fingerprint(params)}"}
+    settings = {"method": objective.method, **facts, **own, **chosen, **model}
     folder = _begun(out, settings)
     warm_up = max(recipe.steps // 20, 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, warm_up, max(recipe.steps, warm_up + 1))
@@ -175,8 +178,9 @@ def _begun(out: Path, settings: Mapping[str, Any]) -> Path:
     mine = json.loads(json.dumps(settings))
     if (folder / SETTINGS).exists():
         theirs = _read_settings(folder / SETTINGS)
-        if differing := sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)):
-            name = differing[0]
+        differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+        if differing:
+            name = differing[0]  # method and model come before what follows from them
             raise ValueError(
                 f"{out} has a run with {name}={theirs.get(name)}, not {mine.get(name)}: expected the same settings, or "
                 "another folder"

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.checks import check_integers, check_type, index_of, installs, shown
-from kvjax.kv_cache import KVCache
+from kvjax.checks import check_integers, index_of, installs, shown
+from kvjax.kv_cache import KVCache, check_cache
 from kvjax.mesh.sharding import fetch
+from kvjax.request.request import check_tokenizer
 
 from .recording import texts_of
 
@@ -35,8 +36,9 @@ def draw(
 
     Args:
         cache: the cache of `generate` or `prefill`.
-        tokens: the ids of the row's tokens from the first one on, at least as many as the cache has seen. The picture
-            has their texts in place of the numbers of positions.
+        tokens: the ids of the row's tokens from the first one on, at least as many as the cache has seen. The learned
+            tokens of `restorekv`, behind the prompt, count: give any ids for them. The picture has the texts in place
+            of the numbers of positions.
         tokenizer: a transformers tokenizer, which gives the texts of `tokens`. Without it the texts are the ids.
         positions: the positions to draw, such as range(100, 160), of a row from 0 on. The default is all that the row
             has seen.
@@ -46,9 +48,12 @@ def draw(
         ValueError: for a value that is not accepted, and for `tokens` at more than MOST_LABELS positions.
         ModuleNotFoundError: if matplotlib is not installed, which the extra `plot` installs.
     """
-    check_type("cache", cache, KVCache)
+    check_cache(cache)
+    check_tokenizer(tokenizer)
     row = index_of("row", row, cache.batch_size)
     seen = int(fetch(cache.length)[row])
+    if not seen:
+        raise ValueError(f"row {row} of the cache has seen no token: expected a cache that has read a prompt")
     drawn = range(seen) if positions is None else positions
     if not isinstance(drawn, range) or drawn.step != 1 or not 0 <= drawn.start < drawn.stop <= seen:
         raise ValueError(f"positions={shown(positions)}: expected a range of step 1 within range(0, {seen})")

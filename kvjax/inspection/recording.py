@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
+from kvjax.checks import index_of
 from kvjax.decoding.loop import NOT_FINITE, Decoding, not_finite, take
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.decoding.text_stream import TextStream
@@ -69,7 +70,12 @@ class Recording:
         return np.maximum(np.arange(self.left.shape[-1]) - self.prompt + 1, 0)
 
     def held(self, step: int) -> Bool[np.ndarray, "L H E"]:
-        """Marks the positions that each head of each layer retains after a step."""
+        """Marks the positions that each head of each layer retains after a step, 0 to `steps`; negative: from the end.
+
+        Raises:
+            ValueError: for a step that the recording does not have.
+        """
+        step = index_of("step", step, self.steps + 1)
         return (self.came <= step) & (self.left > step)
 
 

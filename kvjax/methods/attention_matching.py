@@ -151,9 +151,18 @@ class FittedEntries(Merge):
         weight = self.ridge * jnp.sum(columns) / jnp.maximum(jnp.sum(columns > 0), 1) + 1e-30
         if n < t:  # the same c by a smaller system
             gram = jnp.einsum("nt,mt->nm", x, x, precision="highest") + weight * jnp.eye(n)
-            return jnp.einsum("nt,nK->tK", x, solve_positive(gram, y), precision="highest")
+            return jnp.einsum("nt,nK->tK", x, _solution(gram, y), precision="highest")
         gram = jnp.einsum("nt,ns->ts", x, x, precision="highest") + weight * jnp.eye(t)
-        return solve_positive(gram, jnp.einsum("nt,nK->tK", x, y, precision="highest"))
+        return _solution(gram, jnp.einsum("nt,nK->tK", x, y, precision="highest"))
+
+
+def _solution(a: Float[Array, "n n"], b: Float[Array, "n K"]) -> Float[Array, "n K"]:
+    """`solve_positive`, which JAX can differentiate by b, as `kvjax.inspection` does."""
+
+    def product(x: Array) -> Array:
+        return jnp.matmul(a, x, precision="highest")
+
+    return jax.lax.custom_linear_solve(product, b, lambda _, y: solve_positive(a, y), symmetric=True)
 
 
 FITTED = FittedEntries()

@@ -14,8 +14,8 @@ from jaxtyping import Array, Int
 
 from kvjax.attend import ReadPlan
 from kvjax.cache import UNLIMITED, Entries, Usage, bucket
-from kvjax.checks import LARGEST, check_type, is_integer, shown
-from kvjax.kv_cache import KVCache
+from kvjax.checks import LARGEST, is_integer, shown
+from kvjax.kv_cache import KVCache, check_cache
 from kvjax.mesh.sharding import fetch
 from kvjax.policy import Policy, Together
 from kvjax.runtime.memory import check_bytes, device_memory, tree_bytes
@@ -186,7 +186,7 @@ def with_room(cache: KVCache, room: int) -> KVCache:
         ValueError: for what is no cache, or a `room` that is not in 0 .. 2**31 - 1.
         MemoryError: the devices cannot hold it.
     """
-    check_type("cache", cache, KVCache)
+    check_cache(cache)
     if not is_integer(room) or not 0 <= room <= LARGEST:
         raise ValueError(f"room={shown(room)}: expected an integer in 0 .. {LARGEST}")
     size = cache.entries.growth(usage(cache), cache.rooms(room), windows=cache.windows)

@@ -34,7 +34,8 @@ def with_statistics(
 
     Raises:
         CheckpointError: the statistics cannot be read.
-        ValueError: a name is unknown, a shape is not that of the model, or its layers have kv heads of several kinds.
+        ValueError: a name is unknown, a shape is not that of the model, its layers have kv heads of several kinds, or a
+            number is NaN or infinite as float32.
     """
     check_params(params)
     check_one_kind("statistics", params.config)
@@ -50,18 +51,21 @@ def with_statistics(
     ]
     if wrong:
         raise ValueError(f"statistics of another model: {'; '.join(wrong)}")
+    with np.errstate(over="ignore"):
+        wide = {name: np.asarray(statistic).astype(np.float32) for name, statistic in given.items()}
+    if broken := [name for name, statistic in wide.items() if not np.isfinite(statistic).all()]:
+        raise ValueError(f"statistics {', '.join(broken)} have NaN or infinity as float32: expected finite numbers")
     graph, state = nnx.split(params)
     made = nnx.merge(graph, state)
     mesh = mesh_of(params)
 
     def parameter(statistic: Float[np.ndarray, "heads *rest"]) -> nnx.Param[Array]:
-        whole = np.asarray(statistic, np.float32)
-        axes = ("kv_heads", *("statistic" for _ in whole.shape[1:]))
-        host = nnx.Param(whole, out_sharding=axes, eager_sharding=False)
-        array = jnp.asarray(whole) if mesh is None else place(whole, parameter_sharding(mesh, host))
+        axes = ("kv_heads", *("statistic" for _ in statistic.shape[1:]))
+        host = nnx.Param(statistic, out_sharding=axes, eager_sharding=False)
+        array = jnp.asarray(statistic) if mesh is None else place(statistic, parameter_sharding(mesh, host))
         return nnx.Param(array, out_sharding=axes, eager_sharding=False)
 
     for i, layer in enumerate(made.layers):
-        own = {name: parameter(statistic[i]) for name, statistic in given.items()}
+        own = {name: parameter(statistic[i]) for name, statistic in wide.items()}
         layer.attention.statistics = nnx.Dict({**dict(layer.attention.statistics), **own})
     return made

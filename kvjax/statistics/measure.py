@@ -55,12 +55,18 @@ def measured(params: Decoder, batches: Iterable[Int[np.ndarray, "B N"]], sinks: 
 
     Raises:
         ValueError: there are fewer than two queries, or layers have kv heads of several kinds.
+        FloatingPointError: queries are not finite.
     """
     check_one_kind("statistics", params.config)
     number, total = 0, None
-    for tokens in batches:
+    for i, tokens in enumerate(batches):
         count = tokens.shape[0] * (tokens.shape[1] - sinks)
         sums = moments(params, jnp.asarray(tokens), sinks=sinks).totals(count)
+        if count and not all(np.isfinite(x).all() for x in sums):
+            raise FloatingPointError(
+                f"queries of batch {i} are NaN or infinite, or their squares are, with weights in "
+                f"{params.embed.dtype}: expected finite ones, which another dtype may give"
+            )
         number, total = number + count, sums if total is None else [a + b for a, b in zip(total, sums, strict=True)]
     if total is None or number < 2:
         raise ValueError(f"{number} queries: expected two or more")

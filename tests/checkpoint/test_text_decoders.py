@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.checkpoint import load, read_headers, save_hf, source_of
 from kvjax.models import Decoder, Mixture, UnsupportedModelError, config_from_hf
-from tests.models.configs import FULL, GEMMA3, GEMMA4, SLIDING
+from tests.models.configs import FULL, GEMMA3, GEMMA4, MINISTRAL3, MISTRAL, SLIDING
 from tests.models.plain import logits
 from tests.tiny import hybrid, latents
 
@@ -194,6 +194,31 @@ def test_gemma3_as_it_is_published(tmp_path, prefix):
     read, _ = load(tmp_path)
     assert (read.config, read.card.end_tokens) == (params.config, (1, 6))
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(read), jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(
+    ("text", "prefix"), [(MISTRAL, "language_model.model."), (MINISTRAL3, "model.language_model.")]
+)
+def test_mistral3_as_it_is_published(tmp_path, text, prefix):
+    """By Mistral, and under the names of the modules of transformers 5."""
+    params = Decoder(config_from_hf(text), nnx.Rngs(0))
+    save_hf(params, tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    nested = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    nested |= {"vision_config": {"model_type": "pixtral"}, "vision_feature_layer": -1, "image_token_index": 10}
+    nested |= {"multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2}
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = "language_model." if prefix.startswith("language_model.") else ""
+    named = {n.replace("model.", prefix, 1) if n.startswith("model.") else f"{head}{n}": x for n, x in tensors.items()}
+    other = prefix.partition("language_model.")[0]
+    unread = {f"{other}{name}": np.ones((2, 2), np.float32) for name in ("vision_tower.a", "multi_modal_projector.b")}
+    save_file(named | unread, tmp_path / "model.safetensors")
+    read, _ = load(tmp_path)
+    assert read.config == params.config
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(read), jax.tree.leaves(params))
+    with pytest.raises(UnsupportedModelError, match="an object with model_type 'mistral' or 'ministral3'"):
+        config_from_hf(nested | {"text_config": {"model_type": "qwen3"}})
 
 
 @pytest.mark.long

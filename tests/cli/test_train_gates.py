@@ -89,6 +89,14 @@ def test_an_interrupted_run_ends_with_the_same_gates(model: str, texts: Path, tm
     status, _, stderr = kv(*asked, "--out", parts, "--seed", 3)
     assert status == 2
     assert "has a run with seed=0, not 3: expected the same settings, or another folder" in stderr
+    status, _, stderr = kv(*asked, "--out", parts, "--dtype", "bfloat16")
+    assert status == 2
+    assert "has a run with dtype=float32, not bfloat16: expected the same settings, or another folder" in stderr
+    (texts / "c.txt").write_text("the baker trusts .")
+    status, _, stderr = kv(*asked, "--out", parts)
+    assert status == 2
+    assert "has a run with texts=" in stderr
+    (texts / "c.txt").unlink()
     assert kv(*asked, "--out", parts)[0] == 0
     for mine, theirs in zip(read_gates(parts).layers, read_gates(whole).layers, strict=True):
         for name, tensor in theirs.items():

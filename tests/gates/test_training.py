@@ -6,14 +6,17 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.checkpoint import CheckpointError
+from kvjax.files.texts import Stream
 from kvjax.gates.files import Gates
 from kvjax.gates.objective import Objective, Recipe
 from kvjax.gates.training import train
+from kvjax.models import Decoder
 from tests import tiny
 
 
@@ -21,7 +24,7 @@ class KilledError(Exception):
     """The process has ended."""
 
 
-def run(out: Path, killed_at: int | None = None) -> Gates:
+def run(out: Path, killed_at: int | None = None, params: Decoder | None = None, method: str = "duo_attention") -> Gates:
     """Eight steps with a checkpoint at every other one."""
 
     def batch(step: int) -> tuple[np.float32]:
@@ -30,13 +33,15 @@ def run(out: Path, killed_at: int | None = None) -> Gates:
         return (np.float32(step),)
 
     objective = Objective(
-        "duo_attention",
+        method,
         {"output_dim": 2},
         initial=lambda: ({"gates": jnp.ones(2)},),
         batch=batch,
         loss=lambda weights, params, batch: jnp.sum(weights[0]["gates"] ** 2) + batch[0],
     )
-    return train(tiny.decoder(), objective, Recipe(8, 1, 8, 0.1), out, facts={}, save_every=2)
+    return train(
+        tiny.decoder() if params is None else params, objective, Recipe(8, 1, 8, 0.1), out, facts={}, save_every=2
+    )
 
 
 def test_damaged_runs_are_refused_or_go_on(tmp_path: Path) -> None:
@@ -61,6 +66,30 @@ def test_damaged_runs_are_refused_or_go_on(tmp_path: Path) -> None:
             continue
         with pytest.raises(CheckpointError, match=r"^cannot load .*training.*; expected what an interrupted run wrote"):
             run(out)
+
+
+def test_runs_go_on_with_the_same_model_alone(tmp_path: Path) -> None:
+    """Its dtype and each of its weights count, whatever its folder is called."""
+    with pytest.raises(KilledError):
+        run(tmp_path, killed_at=3)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.decoder())
+    with pytest.raises(ValueError, match=r"has a run with dtype=float32, not bfloat16: expected the same settings, or"):
+        run(tmp_path, params=half)
+    leaves, tree = jax.tree.flatten(tiny.decoder())
+    other = tree.unflatten([leaves[0] + 1, *leaves[1:]])
+    with pytest.raises(ValueError, match=r"has a run with weights=hash \w{64}, not hash \w{64}: expected the same"):
+        run(tmp_path, params=other)
+    with pytest.raises(ValueError, match="has a run with method=duo_attention, not kvzap: expected the same settings"):
+        run(tmp_path, params=half, method="kvzap")
+
+
+def test_the_facts_of_texts_differ_with_their_tokens_and_their_ends() -> None:
+    tokens = np.arange(1200, dtype=np.int32)
+    streams = [Stream(tokens), Stream(tokens[::-1]), Stream(tokens, (1,)), Stream(tokens, (), (1,)), Stream(tokens[:9])]
+    facts = [stream.facts for stream in streams]
+    assert len(set(facts)) == 5
+    assert facts[0].startswith("1,200 tokens, hash ")
+    assert Stream(tokens.copy()).facts == facts[0]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:

@@ -174,6 +174,33 @@ def test_null_in_rope_is_absent(family, fields, same):
     assert config_from_hf(family | fields) == config_from_hf(family | same)
 
 
+def test_null_for_truncate_is_false():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    null, false, absent = (
+        config_from_hf(LLAMA | {"rope_parameters": yarn | own}) for own in ({"truncate": None}, {"truncate": False}, {})
+    )
+    assert null == false != absent
+    assert config_from_hf(LLAMA | LINEAR | {"rope_parameters": {"truncate": None}}) == config_from_hf(LLAMA | LINEAR)
+
+
+@pytest.mark.parametrize("family", [GPT_OSS, MINISTRAL3])
+def test_an_empty_rope_scaling_is_absent(family):
+    assert config_from_hf(family | {"rope_scaling": {}}).rope == config_from_hf(family | {"rope_scaling": None}).rope
+
+
+@pytest.mark.parametrize("family", [GEMMA3, OLMO3])
+def test_rope_scaling_changes_the_rope_of_full_layers(family):
+    """Beside `rope_parameters` by kind, whose other fields stay."""
+    kinds = {FULL: {"rope_type": "default", "rope_theta": 2e6}, SLIDING: {"rope_type": "default", "rope_theta": 2e4}}
+    config = config_from_hf(family | {"rope_parameters": kinds, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
+    assert (config.rope, config.window_rope) == (Rope(2e6, LinearScaling(4.0)), Rope(2e4))
+
+
+def test_the_theta_of_olmo3_in_old_configs_is_that_of_all_layers():
+    config = config_from_hf(OLMO3 | {"rope_theta": 2e6, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
+    assert (config.rope, config.window_rope) == (Rope(2e6, LinearScaling(4.0)), Rope(2e6))
+
+
 @pytest.mark.parametrize(
     ("family", "field"),
     [(DEEPSEEK_V3, "norm_topk_prob"), (DEEPSEEK_V3, "rope_interleave"), (INTERNLM2, "bias"), (GLM4, "attention_bias")],
@@ -267,13 +294,14 @@ def test_config_written_is_read_back(hf):
     assert config_from_hf({k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}) == config
 
 
-def test_gemma3_of_transformers_5_0():
+@pytest.mark.parametrize("family", [GEMMA3, OLMO3])
+def test_kinds_of_layers_in_transformers_5_0(family):
     """It writes fields of models with one kind of RoPE beside those of each kind of layer."""
     kinds = {FULL: {"rope_type": "default", "rope_theta": 2e6}, SLIDING: {"rope_type": "default", "rope_theta": 2e4}}
-    written = GEMMA3 | {"rope_parameters": kinds | {"rope_type": "default", "rope_theta": None}}
-    assert config_from_hf(written) == config_from_hf(GEMMA3 | {"rope_parameters": kinds})
+    written = family | {"rope_parameters": kinds | {"rope_type": "default", "rope_theta": None}}
+    assert config_from_hf(written) == config_from_hf(family | {"rope_parameters": kinds})
     with pytest.raises(UnsupportedModelError, match="rope_parameters"):
-        config_from_hf(GEMMA3 | {"rope_parameters": kinds | {"rope_type": "yarn"}})
+        config_from_hf(family | {"rope_parameters": kinds | {"rope_type": "yarn"}})
 
 
 @pytest.mark.parametrize(

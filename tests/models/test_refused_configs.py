@@ -144,6 +144,7 @@ def test_unsupported_fields_are_named(fields, message):
         (SMOLLM3, {"no_rope_layers": [1, 2]}, "accepted: 2 of 0 and 1"),
         (SMOLLM3, {"layer_types": [FULL, SLIDING]}, "needs use_sliding_window"),
         (MINISTRAL3, {"rope_parameters": {"rope_type": "default"}}, "rope_type='default'"),
+        (MINISTRAL3, {"rope_parameters": {}}, "rope_type='default'"),
         (MINISTRAL3, {"rope_parameters": "yarn"}, "rope_parameters='yarn'"),
         (MINISTRAL3, {"rope_parameters": [1.0]}, "rope_parameters=[1.0] is not supported; accepted: a mapping"),
         (MINISTRAL3, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "llama_4_scaling_beta"),

@@ -17,6 +17,7 @@ from kvjax.pallas_kernels import compact, top_tokens
 from kvjax.policy import Effects, Keep, Merge, Moment, Policy, Ranked, check_choice, check_integer, share_of
 
 from ..common.by_position import RandomDraw
+from ..common.in_place import changed_if
 from .cluster import Rule, set_ends, solve_theta
 
 
@@ -113,15 +114,14 @@ class GaussianMerge(Merge):
         counts = jnp.minimum(entries.capacity, entries.slots)
         room = jnp.where(full, counts - count, entries.slots)
 
-        def merge(_: Array, before: Slots) -> Slots:
+        def merge(before: Slots) -> Slots:
             after = self._merged(before, moment, scores, protected, self._heavy(counts), room)
             ranked = jnp.where(protected, jnp.inf, scores)
             ranked = jnp.where(after.positions >= 0, ranked, -jnp.inf)
             stays = mark(top_tokens(ranked, after.positions, room, size=after.slots), after.slots)
             return replace(after, positions=jnp.where(stays, after.positions, -1))
 
-        # A loop of one round or none leaves keys and values in place in the steps in which no head is full.
-        merged = jax.lax.fori_loop(0, jnp.any(full).astype(jnp.int32), merge, entries.without_state())
+        merged = changed_if(jnp.any(full), merge, entries.without_state())
         lost = merged.positions != entries.positions
         return replace(entries, keys=merged.keys, values=merged.values, bias=merged.bias), lost
 
