@@ -66,6 +66,6 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def text_name(name: str, config: DecoderConfig) -> str | None:
-    """Returns the name in `weights` of a tensor as it is published, or as transformers 5 writes it; None for one of images."""
+    """Returns the name in `weights` of a published tensor, or as transformers 5 writes it; None for one of images."""
     own = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     return None if own.removeprefix("model.").startswith(OTHER) else own
