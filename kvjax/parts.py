@@ -16,6 +16,7 @@ from kvjax.methods import registry
 from kvjax.methods.common import group_weights, nearest, query_bits
 from kvjax.methods.common.allocation import check_limited, check_mean, check_share, raise_best, scaled
 from kvjax.methods.common.budgets import budget_of
+from kvjax.methods.common.in_place import changed_if
 from kvjax.methods.common.in_turns import in_turns
 from kvjax.methods.common.mean_rotation import mean_rotation
 from kvjax.methods.common.projected_norms import projected_norms
@@ -120,6 +121,7 @@ __all__ = [
     "budget_of",
     "capped",
     "change_block",
+    "changed_if",
     "check_alike",
     "check_by_entry",
     "check_choice",

@@ -13,14 +13,15 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.reading.allocate import allocated
-from kvjax.reading.replays import replayed
+from kvjax.reading.replays import encoded_texts, replayed
 from tests import tiny
 
 
 def read(params: Decoder, policy: Policy, rows: Sequence[np.ndarray], size: int) -> KVCache:
     """All tokens of the rows, after the passes of the policy's score."""
     _, cache = tiny.prefill(params, policy, list(rows), size, compress="never")
-    return replayed(params, cache, *map(jnp.asarray, tiny.left_pad(list(rows), size)), None)
+    texts = encoded_texts(policy, None)
+    return replayed(params, cache, *map(jnp.asarray, tiny.left_pad(list(rows), size)), texts)
 
 
 def reallocated(params: Decoder, cache: KVCache, policy: Policy, size: int) -> KVCache:

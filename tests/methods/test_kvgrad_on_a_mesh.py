@@ -13,7 +13,7 @@ from kvjax.mesh.sharding import mesh_of
 from kvjax.models import Decoder, Mixture
 from kvjax.parts import Attribution
 from kvjax.policies import kvgrad
-from kvjax.reading.replays import replayed
+from kvjax.reading.replays import encoded_texts, replayed
 from tests.attend.meshes import ROWS, mesh
 from tests.tiny import decoder, left_pad
 
@@ -52,5 +52,5 @@ def scores(params: Decoder, policy: kvjax.Policy) -> list[np.ndarray]:
     assert (cache.mesh is None) == (mesh_of(params) is None)
     rows = [np.asarray(row) for row in ROWS]
     tokens, lengths = map(cache.put_rows, left_pad(rows, max(map(len, rows))))
-    cache = replayed(params, cache, tokens, lengths, None)
+    cache = replayed(params, cache, tokens, lengths, encoded_texts(cache.policy, None))
     return [np.asarray(entries.per_slot) for entries in cache.entries]
