@@ -31,7 +31,7 @@ class ReadPlan:
         final: whether the prompt ends with this call, so that a policy that never evicts again can forget its state.
         settled: the most entries that each layer retains of a prompt, if its storage settles when this call ends: only
             the newest are then in `slots`. None for a layer whose storage does not settle; empty if none does.
-        spares: whether rows without a token are not compressed: `kept` is enough for all that they hold.
+        spares: whether rows without a token are not compressed. `kept` has room for all that they hold.
     """
 
     slots: tuple[int, ...]
@@ -168,7 +168,7 @@ class Reading:
                     held = held.without_state() if forgets else held
                 else:
                     held, capacity = expired(held, moment, lengths > 0), held.capacity
-                    if plan.spares:
+                    if plan.spares:  # without a limit a row retains all that it holds
                         held = replace(held, capacity=jnp.where(lengths[:, None] > 0, capacity, UNLIMITED))
                     held = finished(policy, held, moment, met_by, plan, i)
                     if plan.spares:

@@ -122,7 +122,7 @@ class Plan:
             check_one_call(cache.policy, begins)
         *before, last = batch.chunks(chunk)
         new = last.tokens.shape[1]
-        # No token that has come since could tell what should stay of a row.
+        # A row without a token has no new scores to be compressed by, so it stays as it is.
         compresses, spares = compress == "chunk", end.compress and cache.filled and _some_wait(last, cache.policy)
         between = plan_read(
             cache,
@@ -149,7 +149,10 @@ class Plan:
 
 
 def _some_wait(batch: Batch, policy: Policy) -> bool:
-    """Returns whether a batch has rows without a token. In a caller's program it may, if their scores are forgotten."""
+    """Returns whether some rows of a batch have no token.
+
+    Traced lengths are not known. Then it is true of policies that have forgotten the scores of the prompt.
+    """
     lengths = batch.lengths
     if isinstance(lengths, jax.core.Tracer):
         return policy.every is None
