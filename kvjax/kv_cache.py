@@ -17,7 +17,17 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import policies
 from kvjax.cache import Entries, FromKeys, Layers, Slots, bucket
 from kvjax.checks import bytes_text, check_integers, check_params, check_type, counted, index_of
-from kvjax.mesh.sharding import MODEL, check_batch, fetch, fit_mesh, heads_sharding, mesh_of, place, rows_sharding
+from kvjax.mesh.sharding import (
+    MODEL,
+    check_allocated,
+    check_batch,
+    fetch,
+    fit_mesh,
+    heads_sharding,
+    mesh_of,
+    place,
+    rows_sharding,
+)
 from kvjax.models import Decoder, DecoderConfig, RecurrentState
 from kvjax.policy import LayerShape, Policy
 from kvjax.policy.suits import check_attached, check_suits
@@ -293,8 +303,7 @@ def held_once(layers: Layers, config: DecoderConfig, policy: Policy) -> Layers:
 def check_cache(cache: Any) -> None:
     """Raises ValueError for what is no cache, or is planned."""
     check_type("cache", cache, KVCache)
-    if isinstance(cache.length, jax.ShapeDtypeStruct):
-        fetch(cache.length)  # which raises
+    check_allocated(cache.length)
 
 
 @own_modes()

@@ -160,7 +160,7 @@ def refused(plan: RunPlan) -> list[str]:
 
 def run_here(plan: RunPlan, out: Path) -> Summary:
     """Runs a plan in this process."""
-    from kvjax.evaluation.runner import here, record
+    from kvjax.evaluation.runner import run
     from kvjax.evaluation.worker import load_asker
 
     def load() -> Asker:
@@ -168,7 +168,7 @@ def run_here(plan: RunPlan, out: Path) -> Summary:
         return load_asker(plan)
 
     with Watching("answers") as bar:
-        return record(plan, partial(here, plan, load), out, bar)
+        return run(plan, load, out, bar)
 
 
 def _on_ray(plan: RunPlan, out: Path, address: str, workers: int | None) -> Summary:

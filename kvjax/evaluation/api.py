@@ -19,7 +19,8 @@ from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.model import plan_for, plan_run
 from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.report.results import Results, read_results
-from kvjax.evaluation.runner import Watch, here, record
+from kvjax.evaluation.runner import Watch
+from kvjax.evaluation.runner import run as run_plan
 from kvjax.evaluation.scorers import Function, Scorer, scorer
 from kvjax.evaluation.tasks.own import read_tasks, tasks_of
 from kvjax.evaluation.tasks.task import Task
@@ -70,7 +71,7 @@ def run(
     grid = Grid.of({"policies": named, "tasks": _lines(tasks, scorer(score), max_new_tokens), **options})
     plan, load = _plan(model, grid, options)
     with tempfile.TemporaryDirectory(prefix="kvjax-") if out is None else nullcontext(out) as folder:
-        summary = record(plan, partial(here, plan, load), Path(folder), watch)
+        summary = run_plan(plan, load, Path(folder), watch)
         if summary.errors:
             more = f" (and {len(summary.errors) - 1:,} more)" if len(summary.errors) > 1 else ""
             warnings.warn(f"{summary.errors[0]}{more}", stacklevel=2)

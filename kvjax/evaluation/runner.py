@@ -60,13 +60,16 @@ class Summary:
     errors: tuple[str, ...]
 
 
-def run(plan: RunPlan, ask: Answering, out: Path, watch: Watch | None = None) -> Summary:
-    """Answers the questions of a plan in this process. Arguments and errors are those of `record`."""
-    return record(plan, partial(here, plan, lambda: ask), out, watch)
+def run(plan: RunPlan, load: Callable[[], Answering], out: Path, watch: Watch | None = None) -> Summary:
+    """Answers the questions of a plan in this process. Arguments and errors are those of `record`.
+
+    Args:
+        load: loads the model. It is called once the folder is known to suit the plan, if an answer is missing.
+    """
+    return record(plan, partial(_here, plan, load), out, watch)
 
 
-def here(plan: RunPlan, load: Callable[[], Answering], tasks: Sequence[Task], say: Say) -> Iterator[Part]:
-    """Answers tasks in this process. Loads the model only if there is a task."""
+def _here(plan: RunPlan, load: Callable[[], Answering], tasks: Sequence[Task], say: Say) -> Iterator[Part]:
     if not tasks:
         return
     ask = load()

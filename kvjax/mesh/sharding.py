@@ -207,13 +207,18 @@ def check_batch(rows: int, mesh: Mesh | None) -> None:
         )
 
 
-def fetch(x: Array | jax.ShapeDtypeStruct) -> np.ndarray:
+def check_allocated(x: Array | jax.ShapeDtypeStruct) -> None:
+    """Raises ValueError for an array of a planned cache."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise ValueError("a planned cache has shapes and no values: expected a cache that has been allocated")
+
+
+def fetch(x: Array) -> np.ndarray:
     """Returns the complete array on the host. With several processes, all must call it, and each gets the array.
 
     Raises ValueError for an array of a planned cache.
     """
-    if isinstance(x, jax.ShapeDtypeStruct):
-        raise ValueError("a planned cache has shapes and no values: expected a cache that has been allocated")
+    check_allocated(x)
     if not (x.is_fully_addressable or x.is_fully_replicated):
         return multihost_utils.process_allgather(x, tiled=True)
     if len(x.sharding.device_set) > 1:  # gather through a second array, because an array caches its host copy

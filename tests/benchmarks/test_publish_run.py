@@ -11,9 +11,9 @@ import pytest
 from benchmarks import publish_run
 from kvjax.evaluation.report import leaderboard
 from kvjax.evaluation.report.results import read_results
-from kvjax.evaluation.runner import run as evaluate
 from tests.evaluation.test_report import KEYS, write
 from tests.evaluation.test_runner import GRID, plan, right
+from tests.evaluation.test_runner import run as evaluate
 
 OTHERS = ("ruler/qa_1", 4096)  # a task whose texts are not kvjax's
 SECRET = {"prediction": "a long secret", "question_text": "whose secret?", "answers": ["a secret"]}

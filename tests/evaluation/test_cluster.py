@@ -21,9 +21,9 @@ from kvjax.checks import installs
 from kvjax.evaluation.batches import ReadingBatch
 from kvjax.evaluation.cluster import TRIES, Places, answer, connected, pieces
 from kvjax.evaluation.planning import RunPlan
-from kvjax.evaluation.runner import record, run
+from kvjax.evaluation.runner import record
 from kvjax.evaluation.sweeping import Task
-from tests.evaluation.test_runner import GRID, Notes, plan, right
+from tests.evaluation.test_runner import GRID, Notes, plan, right, run
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 5

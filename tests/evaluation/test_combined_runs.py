@@ -13,10 +13,9 @@ import pytest
 from kvjax.evaluation.batches import ReadingBatch
 from kvjax.evaluation.report import page
 from kvjax.evaluation.report.results import read_results
-from kvjax.evaluation.runner import run
 from kvjax.policy import Policy
 from tests.evaluation.test_report import KEYS, NEEDLE, Marks, write
-from tests.evaluation.test_runner import GRID, plan, right
+from tests.evaluation.test_runner import GRID, plan, right, run
 
 SMALL = GRID.but(question="after", budgets=[0.5])
 

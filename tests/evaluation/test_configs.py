@@ -17,7 +17,6 @@ from kvjax.evaluation.items import Item, read_items
 from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.report.results import read_results
 from kvjax.evaluation.report.tables import scores
-from kvjax.evaluation.runner import run
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
 from kvjax.policies import parse
@@ -25,7 +24,7 @@ from tests.evaluation.tasks.test_long_answers import city
 from tests.evaluation.tasks.test_longbench import NAMES
 from tests.evaluation.tasks.test_longbench import row as longbench_row
 from tests.evaluation.tasks.test_zero_scrolls import row as scrolls_row
-from tests.evaluation.test_runner import plan, right
+from tests.evaluation.test_runner import plan, right, run
 from tests.products import part
 from tests.tiny import decoder
 

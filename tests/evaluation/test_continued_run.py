@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ import pytest
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal, read_items
 from kvjax.evaluation.report.results import read_results
-from kvjax.evaluation.runner import Summary, here, record, run
+from kvjax.evaluation.runner import Summary
+from kvjax.evaluation.runner import run as run_plan
 from kvjax.evaluation.sweeping import Answering
 from kvjax.evaluation.tasks.vocabulary import tokenizer
 from kvjax.policies import snapkv
-from tests.evaluation.test_runner import GRID, lines, plan, right
+from tests.evaluation.test_runner import GRID, lines, plan, right, run
 
 SMALL = GRID.but(question="after", budgets=[0.5])
 NAMED = {"name": "mine", "policy": "snapkv:budget={budget},window=32"}
@@ -126,8 +126,7 @@ def test_the_model_is_loaded_after_the_folder_is_checked_and_if_an_answer_is_mis
         return right  # type: ignore[return-value]
 
     def go(grid: Grid) -> Summary:
-        asked = plan(grid)
-        return record(asked, partial(here, asked, load), tmp_path)
+        return run_plan(plan(grid), load, tmp_path)
 
     assert go(SMALL).new > 0
     assert go(SMALL).new == 0

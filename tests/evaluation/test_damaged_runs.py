@@ -15,9 +15,9 @@ import pytest
 from kvjax.evaluation.lines import checked_scores
 from kvjax.evaluation.report import leaderboard, page
 from kvjax.evaluation.report.results import read_results
-from kvjax.evaluation.runner import Silent, run
+from kvjax.evaluation.runner import Silent
 from tests.evaluation.test_report import write
-from tests.evaluation.test_runner import plan, right
+from tests.evaluation.test_runner import plan, right, run
 
 RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"
 

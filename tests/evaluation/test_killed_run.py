@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.evaluation.runner import run
-from tests.evaluation.test_runner import plan, right
+from tests.evaluation.test_runner import plan, right, run
 
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from tests.evaluation.test_runner import plan, right
-from kvjax.evaluation.runner import run
+from tests.evaluation.test_runner import plan, right, run
 
 def slow(batch, policies):
     for found in right(batch, policies):

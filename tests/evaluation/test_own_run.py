@@ -11,9 +11,8 @@ import pytest
 
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal, read_items
-from kvjax.evaluation.runner import run
 from kvjax.evaluation.tasks.vocabulary import tokenizer
-from tests.evaluation.test_runner import lines, plan, right
+from tests.evaluation.test_runner import lines, plan, right, run
 
 CONTEXTS = [f"the code of {name} is lamp . the code of julia is {name} ." for name in ("adam", "alan", "alice", "amir")]
 

@@ -17,7 +17,6 @@ from kvjax.evaluation.asking import Asker, Ended, Took
 from kvjax.evaluation.batches import ReadingBatch, readings
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.planning import RunPlan
-from kvjax.evaluation.runner import run
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.vocabulary import tokenizer
 from kvjax.models import Decoder
@@ -25,7 +24,7 @@ from kvjax.policies import parse
 from tests.evaluation import words
 from tests.evaluation.test_asking import item
 from tests.evaluation.test_asking import params as params  # a fixture
-from tests.evaluation.test_runner import GRID, Notes, lines, plan, right
+from tests.evaluation.test_runner import GRID, Notes, lines, plan, right, run
 from tests.tiny import latent_config
 
 REFILLED = GRID.but(refill=True)

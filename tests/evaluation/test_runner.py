@@ -17,7 +17,8 @@ from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal, read_items
 from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.records import Records
-from kvjax.evaluation.runner import Silent, Summary, run
+from kvjax.evaluation.runner import Silent, Summary, Watch
+from kvjax.evaluation.runner import run as run_plan
 from kvjax.evaluation.tasks.task import Example, Fault
 from kvjax.evaluation.tasks.vocabulary import tokenizer
 from kvjax.policies import parse
@@ -61,6 +62,11 @@ def right(batch: ReadingBatch, policies: Sequence[Policy]) -> Iterator[tuple[int
             for reading in batch.readings
         ]
         yield i, answers, Took(0.1, 0.2, 0.3, 0.0, 5)
+
+
+def run(asked: RunPlan, answers: Any, out: Path, watch: Watch | None = None) -> Summary:
+    """Runs a plan with a function in place of a model that is loaded."""
+    return run_plan(asked, lambda: answers, out, watch)
 
 
 class Notes(Silent):
