@@ -32,7 +32,8 @@ setup_venv() {
         fi
         extra=$(IFS=,; echo "$*")
         echo "Installing kvjax[$extra] in $venv; this can take a few minutes." >&2
-        "$venv/bin/python" -m pip install -qq --disable-pip-version-check --editable ".[$extra]" || return 1
+        # Python compiles a module when it is first imported, and most modules of these packages never are.
+        "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-compile --editable ".[$extra]" || return 1
         for extra in "$@"; do echo "$state" >"$venv/kvjax-$extra"; done
     fi
     export PATH="$PWD/$venv/bin:$PATH"
