@@ -165,7 +165,9 @@ def run_here(plan: RunPlan, out: Path) -> Summary:
 
     def load() -> Asker:
         bar.at(f"loading {plan.grid.model}")
-        return load_asker(plan)
+        asker = load_asker(plan)
+        bar.at("reading the first prompts")
+        return asker
 
     with Watching("answers") as bar:
         return run(plan, load, out, bar)

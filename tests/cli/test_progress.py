@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvjax.cli import progress
+from kvjax.cli.evaluate import run_here
 from kvjax.cli.progress import Bar, Line
+from kvjax.evaluation import runner, worker
 from kvjax.runtime.progress import Doing, tell
 from tests.patience import wait_for
 
@@ -62,6 +66,19 @@ def test_a_bar_counts_its_own_units(lines: list[str]) -> None:
         tell("reading the prompt", 3, 5, "steps")
         bar.advance(200)
         said(lines, "policy [b]7[/b]: 1,000 of 2,000 answers")
+
+
+def test_a_run_says_when_the_model_is_loaded(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answers come once the first prompts are read, minutes after the model is there."""
+
+    def run(plan: object, load: Callable[[], object], out: Path, bar: Bar) -> None:
+        bar.begin(190)
+        load()
+        said(lines, "reading the first prompts: 0 of 190 answers")
+
+    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(worker, "load_asker", lambda plan: said(lines, "loading demo: 0 of 190 answers"))
+    run_here(SimpleNamespace(grid=SimpleNamespace(model="demo")), Path())
 
 
 def test_the_time_left_follows_from_the_mean_speed(now: list[float]) -> None:
