@@ -114,22 +114,26 @@ class Grammars:
         found = _library().LLMatcher(self._vocabulary, grammar.text, log_level=0)
         if found.is_error():
             raise GrammarError(f"grammar {shown(grammar.text)}: {cut(found.get_error())}")
-        return Matcher(found, self._vocab_size, self._ends, ends)
+        return Matcher(found, self._vocabulary, self._vocab_size, self._ends, ends)
 
 
 class Matcher:
     """Follows one answer."""
 
-    def __init__(self, matcher: Any, vocab_size: int, known: Collection[int], ends: Collection[int]) -> None:
+    def __init__(
+        self, matcher: Any, vocabulary: Any, vocab_size: int, known: Collection[int], ends: Collection[int]
+    ) -> None:
         """At the beginning of an answer.
 
         Args:
             matcher: that of llguidance.
+            vocabulary: that of llguidance.
             vocab_size: the number of tokens that the model has.
             known: llguidance's end tokens.
             ends: those of the answer.
         """
-        self._matcher, self._known, self._ends = matcher, list(known), [end for end in ends if end < vocab_size]
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._known, self._ends = list(known), [end for end in ends if end < vocab_size]
         self._words, self._rest = -(-vocab_size // 32), vocab_size % 32
 
     def allowed(self) -> UInt32[np.ndarray, "X"]:
@@ -141,6 +145,7 @@ class Matcher:
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words].copy()
         if self._matcher.is_error():
             raise GrammarError(f"the answer cannot follow its grammar: {cut(self._matcher.get_error())}")
+        self._spell(mask)
         may_end = any(mask[end // 32] >> np.uint32(end % 32) & 1 for end in self._known)
         for tokens, on in ((self._known, False), (self._ends, may_end)):
             for token in tokens:
@@ -151,6 +156,22 @@ class Matcher:
         if not mask.any():
             raise GrammarError("the answer cannot follow its grammar: no token of the vocabulary may come next")
         return mask
+
+    def _spell(self, mask: UInt32[np.ndarray, "X"]) -> None:
+        """Puts ordinary tokens in the place of a special one that the text of a grammar does not match.
+
+        Where a grammar has one text, llguidance allows the first token that the tokenizer makes of this text. If the
+        text has the name of a special token, that is the special token, which llguidance then does not accept.
+        """
+        (words,) = np.nonzero(mask)
+        word = int(mask[words[0]]) if words.size == 1 else 0
+        token = 32 * int(words[0]) + word.bit_length() - 1 if word.bit_count() == 1 else None
+        if token is None or self._matcher.validate_tokens([token]):
+            return
+        text = self._matcher.compute_ff_bytes().decode(errors="ignore")
+        first = self._vocabulary.greedy_tokenize(text)[0]
+        mask[words[0]] = 0
+        mask[first // 32] = np.uint32(1 << first % 32)
 
     def take(self, token: int) -> bool:
         """Goes on with a token that was allowed. Returns whether the grammar allows nothing after it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -218,7 +219,10 @@ class Ticket:
 
 def _row(name: str, prompt: Prompt, tokenizer: Any, vocab_size: int, **options: Any) -> Int[np.ndarray, "N"]:
     """The token ids of a prompt, which must be a single one. The options are those of `rows_of`."""
-    rows = rows_of(prompt, tokenizer, vocab_size, **options)
+    try:
+        rows = rows_of(prompt, tokenizer, vocab_size, **options)
+    except ValueError as error:  # of a prompt that may be the prefix, and one of several requests
+        raise ValueError(re.sub("(row 0 of )?the prompt", f"the {name}", str(error), count=1)) from None
     if not is_single(prompt) or len(rows) != 1:
         raise ValueError(
             f"the {name} has {counted(len(rows), 'row')}: expected one prompt per request, without a batch axis"

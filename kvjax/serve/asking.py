@@ -132,6 +132,10 @@ async def ask(engine: Engine, request: Wanted, sampler: SamplingMethod, template
     if request.limit is not None and request.limit > most:
         message = f"{request.limited_by}={request.limit}: expected at most {most}, the server's limit"
         raise ApiError(400, message, request.limited_by, "invalid_value")
+    last = engine.params.config.vocab_size - 1
+    if (token := max(request.stop_token_ids or (0,))) > last:
+        message = f"stop_token_ids has the token {token}: expected ids in 0 .. {last}"
+        raise ApiError(400, message, "stop_token_ids", "invalid_value")
     try:
         reading, guide = request.reading(template), request.guide(template)
         options = dict(

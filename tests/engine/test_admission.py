@@ -15,6 +15,8 @@ import kvjax
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.engine import Answer, EngineClosedError, QueueFullError, Token
 from kvjax.engine.memory import bytes_of
+from kvjax.engine.sizes import Sizes
+from kvjax.engine.ticket import Options, Ticket
 from kvjax.models import Decoder
 from tests.cli.commands import kv
 from tests.cli.conftest import saved
@@ -34,7 +36,7 @@ class Last(SamplingMethod):
         ([1] * 17, {}, "the prompt has 17 tokens: expected at most max_prompt=16"),
         ([[1], [2]], {}, "the prompt has 2 rows: expected one prompt per request"),
         ([[1]], {}, "the prompt has 1 row: expected one prompt per request"),
-        ([101], {}, r"contains the id 101: expected ids in 0 \.\. 100"),
+        ([101], {}, r"^the prompt contains the id 101: expected ids in 0 \.\. 100"),
         (7, {}, "the prompt is of type int"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens=0: expected an integer"),
         ([1], {"max_new_tokens": 513}, "max_new_tokens=513: expected at most the engine's 512"),
@@ -55,6 +57,14 @@ def test_bad_requests_are_refused_at_once(engine: kvjax.Engine, prompt, options,
     with pytest.raises(ValueError, match=message):
         engine.submit(prompt, **{"max_new_tokens": 4, **options})
     assert engine.stats().requests == before
+
+
+def test_a_bad_prefix_is_called_by_its_name() -> None:
+    sizes = Sizes.of(1, 16, 4)
+    with pytest.raises(ValueError, match=r"^the prefix contains the id 8: expected ids in 0 \.\. 7"):
+        Ticket.of([1], Options(prefix=[8]), sizes, None, 8)
+    with pytest.raises(ValueError, match=r"^the prefix is empty"):
+        Ticket.of([1], Options(prefix=[]), sizes, None, 8)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.decoding.grammars import Grammars
 from kvjax.engine import Grammar, GrammarError, Guide
 from kvjax.models import Decoder
 from tests.serve.fuzzing import tokenizer as of_bytes
@@ -54,6 +55,21 @@ def test_answers_follow_their_grammars_in_any_company(guided: kvjax.Engine, of_2
             alone = kvjax.generate(of_258, "né", tokenizer=of_bytes(), max_new_tokens=48, sampler=WARM, seed=seed)
             assert answer.tokens.tolist() == alone.tokens[0, : alone.lengths[0]].tolist()
     assert len(texts) > 3
+
+
+@pytest.mark.parametrize("text", ["a<s>b", "</s>"])
+@pytest.mark.parametrize("grammar", [Grammar.regex, lambda text: Grammar.json_schema({"const": text})])
+def test_text_with_the_name_of_a_special_token_has_ordinary_tokens(grammar: Any, text: str) -> None:
+    tokenizer = of_bytes()
+    special, end = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
+    matcher, said = Grammars(tokenizer, 258, [end]).matcher(grammar(text), [end]), list[int]()
+    complete = False
+    while not complete:
+        (token,) = np.flatnonzero(np.unpackbits(matcher.allowed().view(np.uint8), bitorder="little")).tolist()
+        said.append(token)
+        complete = matcher.take(token)
+    assert not {special, end}.intersection(said)
+    assert tokenizer.decode(said).strip('"') == text
 
 
 def test_a_grammar_ends_the_answer_without_end_tokens(guided: kvjax.Engine) -> None:

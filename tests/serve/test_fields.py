@@ -92,6 +92,13 @@ GOOD_CHAT = {"model": "tiny", "max_tokens": 2}
             "invalid_value",
             "logit_bias has the token 101: expected ids",
         ),
+        (GOOD | {"prompt": [[1], [101]]}, "prompt", "invalid_value", "the prompt contains the id 101: expected ids"),
+        (
+            GOOD | {"stop_token_ids": [7, 101]},
+            "stop_token_ids",
+            "invalid_value",
+            "stop_token_ids has the token 101: expected ids in 0 .. 100",
+        ),
         (GOOD | {"stop_token_ids": [-1]}, "stop_token_ids", "invalid_value", "stop_token_ids.0=-1: expected stop_tok"),
         (GOOD | {"regex": "a"}, "regex", "invalid_value", "grammar: llguidance cannot read this tokenizer; can't"),
         (GOOD | {"regex": ""}, "regex", "invalid_value", 'regex="": expected a regular expression'),
