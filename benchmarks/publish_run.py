@@ -16,8 +16,9 @@ from typing import Annotated
 
 import typer
 
+from kvjax.checks import is_number
 from kvjax.evaluation.header import PROMPTS, read_header, read_prompts
-from kvjax.evaluation.lines import Line, encoded, is_number, read_answer, read_lines, read_timing
+from kvjax.evaluation.lines import Line, encoded, read_answer, read_lines, read_timing
 from kvjax.evaluation.records import RESULTS, TIMINGS
 from kvjax.evaluation.tasks import registry
 from kvjax.files.home import without_home

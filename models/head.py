@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from ..pallas_kernels import capped
 from .config import DecoderConfig
 from .norm import RMSNorm
 
@@ -35,5 +36,4 @@ class Head:
         logits = jnp.einsum(f"...E,{form}->...V", hidden, self.matrix[...], preferred_element_type=jnp.float32)
         if self.config.logit_divisor != 1:
             logits /= self.config.logit_divisor
-        softcap = self.config.logit_softcap
-        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+        return capped(logits, self.config.logit_softcap)

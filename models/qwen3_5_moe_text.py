@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from . import qwen3_5_text
+from . import qwen3_5_text, qwen3_moe
 from .config import DecoderConfig
 from .fields import flag, integer, require
 from .hybrid import Named, hybrid_weights
@@ -19,15 +19,7 @@ from .weights import Weight, mlp_weights
 __all__ = ["EXPERTS", "text_name"]
 ARCHITECTURE = "Qwen3_5MoeForCausalLM"
 COMPUTED = ("num_experts",)
-FIELDS = (
-    *qwen3_5_text.FIELDS,
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "norm_topk_prob",
-)
+FIELDS = (*qwen3_5_text.FIELDS, *qwen3_moe.MIXTURE, "shared_expert_intermediate_size")
 # The defaults of transformers for absent fields.
 DEFAULTS = {
     "num_key_value_heads": 2,

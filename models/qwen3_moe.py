@@ -6,24 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from . import qwen2
 from .config import DecoderConfig, base_config, base_hf_config
-from .fields import flag, integer, layer_count, require, unsupported
+from .fields import flag, integer, layer_count, unsupported
+from .mistral import same_windows
 from .mixtral import COMPUTED, ExpertNames, expert_counts, weights_named
 from .mixture import Mixture
 from .weights import Weight
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
-FIELDS = (
-    "sliding_window",
-    "layer_types",
-    "use_sliding_window",
-    "max_window_layers",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "norm_topk_prob",
-)
+MIXTURE = ("num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers", "norm_topk_prob")
+FIELDS = (*qwen2.FIELDS, *MIXTURE)
 EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
 # The defaults of transformers for absent fields. An explicit null means no window, and one kv head per query head.
@@ -40,15 +33,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     # transformers writes `num_local_experts`, and published configs have `num_experts`.
     counted = "num_local_experts" if hf.get("num_local_experts") is not None else "num_experts"
     hf = DEFAULTS | {counted: 128} | dict(hf)
-    layers, bias = layer_count(hf), flag(hf, "attention_bias")
-    sliding = flag(hf, "use_sliding_window") and hf["sliding_window"] is not None
-    window = integer(hf, "sliding_window") if sliding else None
-    require(hf, "layer_types", None, ["full_attention" if window is None else "sliding_attention"] * layers)
+    window = hf["sliding_window"] if flag(hf, "use_sliding_window") else None
+    bias, windows = flag(hf, "attention_bias"), same_windows(hf | {"sliding_window": window})
     experts, per_token = expert_counts(hf, counted)
     dense = dense_layers(hf)
     size, normalized = integer(hf, "moe_intermediate_size"), flag(hf, "norm_topk_prob")
     mixture = Mixture(experts, per_token, size, normalized, dense)
-    config = base_config(hf, ARCHITECTURE, windows=(window,) * layers, computed=COMPUTED)
+    config = base_config(hf, ARCHITECTURE, windows, computed=COMPUTED)
     return replace(config, qk_norm=True, qkv_bias=bias, output_bias=bias, mixture=mixture)
 
 

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int
 from .config import DecoderConfig
 from .delta_rule import read_token, read_tokens
 from .feed_forward import FeedForward, by_blocks
-from .linear import linear, weight
+from .linear import heads_first, linear, weight
 from .mixture import Mix
-from .norm import hidden_norm, maybe
+from .norm import hidden_norm, maybe, rms_normed
 from .recurrence import RecurrentState
 
 UNIT = 1e-6  # is added to the squared length of queries and keys before they are divided by their length
@@ -60,12 +60,12 @@ class GatedDeltaNet(nnx.Module):
         keys = own.key_heads * own.key_dim
         q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)
         group = own.value_heads // own.key_heads
-        q, k = (jnp.repeat(_unit(_heads(y, own.key_dim)), group, axis=1) for y in (q, k))
+        q, k = (jnp.repeat(_unit(heads_first(y, own.key_dim)), group, axis=1) for y in (q, k))
         rate = jnp.where(real, jax.nn.sigmoid(linear(x, self.rate[...], None).astype(jnp.float32)), 0)
         speed = jnp.exp(self.log_decay[...].astype(jnp.float32))
         decay = linear(x, self.decay[...], None).astype(jnp.float32) + self.decay_bias[...].astype(jnp.float32)
         log_decay = jnp.where(real, -speed * jax.nn.softplus(decay), 0)
-        q, v = q * own.key_dim**-0.5, _heads(v, own.value_dim)
+        q, v = q * own.key_dim**-0.5, heads_first(v, own.value_dim)
         g, b = jnp.swapaxes(log_decay, 1, 2), jnp.swapaxes(rate, 1, 2)
         if N == 1:
             q, k, v, g, b = (y[:, :, 0] for y in (q, k, v, g, b))
@@ -77,9 +77,8 @@ class GatedDeltaNet(nnx.Module):
 
     def project_out(self, x: Float[Array, "B n E"], read: Float[Array, "B H n D"]) -> Float[Array, "B n E"]:
         """Returns the heads' normed outputs, times a gate of the input, projected back to hidden states."""
-        wide = read.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        scaled = jnp.swapaxes(normed.astype(read.dtype) * self.scale[...], 1, 2).reshape(*x.shape[:2], -1)
+        normed = rms_normed(read, self.epsilon).astype(read.dtype)
+        scaled = jnp.swapaxes(normed * self.scale[...], 1, 2).reshape(*x.shape[:2], -1)
         gate = jax.nn.silu(linear(x, self.gate[...], None).astype(jnp.float32))
         return linear((scaled * gate).astype(x.dtype), self.output[...], None)
 
@@ -129,10 +128,6 @@ def _convolved(
     """Returns the causal convolution of each channel by itself, in float32."""
     taps = kernel.astype(jnp.float32)
     return reduce(add, (inputs[:, i : i + size].astype(jnp.float32) * taps[:, i] for i in range(kernel.shape[1])))
-
-
-def _heads(x: Float[Array, "B N O"], size: int) -> Float[Array, "B H N D"]:
-    return jnp.swapaxes(x.reshape(*x.shape[:2], -1, size), 1, 2)
 
 
 def _unit(x: Float[Array, "B H N D"]) -> Float[Array, "B H N D"]:

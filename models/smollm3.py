@@ -12,7 +12,7 @@ from .fields import flag, integer, layer_count, unsupported
 from .llama import weights as weights
 
 ARCHITECTURE = "SmolLM3ForCausalLM"
-FIELDS = ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers", "no_rope_layer_interval")
+FIELDS = (*qwen2.FIELDS, "no_rope_layer_interval")
 
 # The defaults of transformers for absent fields.
 DEFAULTS = {

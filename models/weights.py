@@ -167,12 +167,10 @@ class Weight:
         return blocks, part
 
 
-def linear_weights(
-    path: str, name: str, bias: bool = False, rows: FusedRows | None = None, layout: Layout = "linear"
-) -> list[Weight]:
+def linear_weights(path: str, name: str, bias: bool = False, layout: Layout = "linear") -> list[Weight]:
     """Returns the weights of a linear map: its matrix, and its bias if it has one."""
-    matrix = Weight(path, f"{name}.weight", layout, rows)
-    return [matrix, Weight(f"{path}_bias", f"{name}.bias", "vector", rows)] if bias else [matrix]
+    matrix = Weight(path, f"{name}.weight", layout)
+    return [matrix, Weight(f"{path}_bias", f"{name}.bias", "vector")] if bias else [matrix]
 
 
 def mlp_weights(path: str, name: str) -> list[Weight]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 Fold = Literal["sum", "mean", "max"]
 
@@ -24,6 +24,11 @@ def after_last(x: Bool[Array, "... n"]) -> Int[Array, "..."]:
     """Returns the index after the last true entry, or 0 if no entry is true."""
     index = jnp.where(x, jnp.arange(1, x.shape[-1] + 1, dtype=jnp.int32), 0)
     return jax.lax.reduce(index, np.int32(0), jax.lax.max, [x.ndim - 1])  # `initial=` of jnp.max is one more kernel
+
+
+def by_member(x: Shaped[Array, "B Hq *rest"], kv_heads: int) -> Shaped[Array, "G B H *rest"]:
+    """Returns the first query head of all groups, then the second, and so on."""
+    return jnp.moveaxis(x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]), 2, 0)
 
 
 def check_channels(k: Any, v: Any) -> None:

@@ -36,7 +36,7 @@ def set_slot(
     def by_scatter(x: Array, slot: Array, new: Array) -> Array:
         # The scatter writes single numbers. If it wrote the state of a slot at once, XLA would lay that state out along
         # a TPU's lanes without filling them: 8 numbers per slot would take the memory and the time of 128.
-        b, h = jnp.arange(slot.shape[0])[:, None], jnp.arange(slot.shape[1])
+        b, h = _rows_and_heads(slot)
         rows, heads, slots = (jnp.expand_dims(i, range(i.ndim, i.ndim + len(state))) for i in (b, h, slot))
         within = jnp.indices(state, sparse=True)
         return x.at[rows, heads, *within, slots].set(new, mode="drop", unique_indices=True)

@@ -14,6 +14,7 @@ from .arguments import (
     index_of,
     is_finite,
     is_integer,
+    is_number,
 )
 from .shown import bytes_text, counted, cut, did_you_mean, installs, shown, system_error
 
@@ -36,6 +37,7 @@ __all__ = [
     "installs",
     "is_finite",
     "is_integer",
+    "is_number",
     "shown",
     "system_error",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,11 @@ def is_finite(value: Any) -> bool:
         return math.isfinite(value)
     except OverflowError:
         return False
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Returns whether a value is a finite integer or float of Python."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
 
 
 def check_size(name: str, value: Any) -> None:

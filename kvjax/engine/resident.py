@@ -323,8 +323,7 @@ def compile_rows(
     """
     rows, size = plans.sizes.rows, plans.sizes.max_new_tokens
     one = reads[1].cache, plans.everywhere(start)
-    programs.add("idle", idle, *one, rows=rows, size=size)
-    resident = jax.eval_shape(partial(idle, rows=rows, size=size), *one)
+    resident = programs.add("idle", idle, *one, rows=rows, size=size)
     if (mesh := plans.mesh) is not None:
         resident = placed(resident, jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(resident)))
     for count, read in reads.items():

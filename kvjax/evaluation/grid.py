@@ -10,11 +10,10 @@ from typing import Any
 
 import yaml
 
-from kvjax.checks import did_you_mean, shown
+from kvjax.checks import did_you_mean, is_number, shown
 from kvjax.decoding.sampling import parse as parse_sampler
 from kvjax.evaluation.entries import LINES, SETTINGS, Budget, Cell, PolicyLine, Setting, TaskLine
 from kvjax.evaluation.judge import Endpoint
-from kvjax.evaluation.lines import is_number
 from kvjax.evaluation.scorers import scorer
 from kvjax.evaluation.yaml_text import brief, read_yaml
 from kvjax.files.reading import read_text

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.checks import shown
+from kvjax.checks import is_number, shown
 from kvjax.evaluation.entries import PolicyLine
-from kvjax.evaluation.lines import Key, Line, content, is_number
+from kvjax.evaluation.lines import Key, Line, content
 from kvjax.evaluation.planning import RunPlan, cell_fields, name_of
 from kvjax.evaluation.records import RESULTS
 from kvjax.files.home import from_home, without_home

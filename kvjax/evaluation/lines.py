@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
-from kvjax.checks import shown
+from kvjax.checks import is_number, shown
 from kvjax.evaluation.entries import SETTINGS
 
 Key: TypeAlias = tuple[Any, ...]
@@ -116,11 +115,6 @@ def _check(line: Line, checks: Mapping[str, Check]) -> None:
             value = repr(line[name])
             brief = value if len(value) <= 60 else f"{value[:57]}..."
             raise ValueError(f"its {name} is {brief}: expected {check.expected}")
-
-
-def is_number(value: Any) -> bool:
-    """Returns whether a value is a finite integer or float."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_row(value: Any) -> bool:

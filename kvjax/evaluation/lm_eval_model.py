@@ -192,9 +192,8 @@ class KVJaxLM(TemplateLM):
             of[(*context, -1 - i) if len(context) == 1 else tuple(context)].append(i)
         groups = list(of.values())
         longest = [max(len(requests[i][2]) for i in asked) for asked in groups]
-        rooms = [
-            self.max_length - max(size - 1, 0) for size in longest
-        ]  # the last token of a continuation is not an input
+        # The last token of a continuation is not an input.
+        rooms = [self.max_length - max(size - 1, 0) for size in longest]
         rows = self._cut([(requests[asked[0]][1], asked) for asked in groups], rooms)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="kvjax: loglikelihood") as bar:
             for batch in self._batches(rows):

@@ -154,9 +154,7 @@ class Sweeping:
                     cell = cells[i]
                     yield Part(cell, self._lines(cell, batch, answers), self._timing(cell, batch, took, len(cells)))
                     left.remove(cell)
-            except (
-                Exception
-            ) as error:  # a policy may raise anything; the error is reported for each example that it affects
+            except Exception as error:  # a policy may raise anything; each example that it affects gets the error
                 problem, full = f"{type(error).__name__}: {error}", out_of_memory(error)
             else:
                 continue

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import finite_or_zero, fold
+from kvjax.pallas_kernels.arrays import by_member
 from kvjax.pallas_kernels.matrices import cholesky, solve_lower
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
@@ -108,7 +109,7 @@ class ValueCapacity(Score):
             half = solve_lower(rows, jnp.swapaxes(values, -1, -2))
             return weights * jnp.sum(half**2, axis=2)
 
-        return fold(in_turns(of_head, jnp.moveaxis(anchor.reshape(B, H, -1, D), 2, 0)), "mean", axis=0)
+        return fold(in_turns(of_head, by_member(anchor, H)), "mean", axis=0)
 
 
 @preset

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import capped, fold
+from kvjax.pallas_kernels.arrays import by_member
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
@@ -105,7 +106,7 @@ class ExpectedAttention(Score):
         return statistics.mean, statistics.scatter / jnp.maximum(statistics.number, 1)[..., None, None]
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        B, H, _, D = entries.keys.shape
+        _, H, _, D = entries.keys.shape
         keys = entries.keys.astype(jnp.float32)
         turn = mean_rotation(moment, D, np.arange(self.future))
         mean, covariance = self.query_statistics(entries, moment)
@@ -129,10 +130,7 @@ class ExpectedAttention(Score):
             weights = jax.nn.softmax(jnp.where(scored, logits, -jnp.inf), axis=-1)
             return jnp.where(scored, weights, 0)
 
-        def by_group(x: Array) -> Array:
-            return jnp.moveaxis(x.reshape(B, H, -1, *x.shape[2:]), 2, 0)
-
-        scores = fold(in_turns(attention, (by_group(mean), by_group(covariance))), "mean", axis=0)
+        scores = fold(in_turns(attention, (by_member(mean, H), by_member(covariance, H))), "mean", axis=0)
         if self.value_norm:
             scores = (scores + self.epsilon) * jnp.linalg.norm(entries.values.astype(jnp.float32), axis=-1)
         return scores

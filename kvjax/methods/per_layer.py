@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.checks import is_finite, shown
+from kvjax.checks import is_number, shown
 from kvjax.policy import Budget, Policy, check_kind, share_of
 
 from .common.allocation import check_mean
@@ -64,8 +64,7 @@ class PerLayer(Budget):
 
 
 def _is_share(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and is_finite(value) and value > 0
+    return is_number(value) and value > 0
 
 
 @preset

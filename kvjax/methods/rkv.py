@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import capped
+from kvjax.pallas_kernels.arrays import by_member
 from kvjax.policy import Moment, Policy, Protect, check_number
 
 from .common.budgets import budget_of
@@ -61,12 +62,12 @@ class JointImportance(QueryWindow):
     def _importance(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         ring: QueryRing = entries.per_row
         held = entries.positions
-        B, H, M, D = entries.keys.shape
+        B, H, M, _ = entries.keys.shape
 
         # One query head of every group after the other, so that the logits of one head are in memory and not of all. A
         # loop of the program would leave the CUDA graph of a step.
         logits = jnp.full((B, H, self.window, M), -jnp.inf)
-        for queries in jnp.moveaxis(ring.queries.reshape(B, H, -1, self.window, D), 2, 0):
+        for queries in by_member(ring.queries, H):
             new = jnp.einsum("BHRD,BHMD->BHRM", queries, entries.keys, preferred_element_type=jnp.float32)
             logits = jnp.maximum(logits, capped(new * moment.scale, moment.layer.softcap))
         if entries.bias is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvjax.checks import is_finite, shown
+from kvjax.checks import is_number, shown
 
 if TYPE_CHECKING:
     from .policy import Policy
@@ -48,8 +48,7 @@ def check_integer(name: str, value: Any, least: int) -> None:
 
 def check_number(name: str, value: Any, accepted: str, fits: Callable[[float], bool]) -> None:
     """Raises ValueError unless `value` is a finite number for which `fits` holds, as `accepted` states in words."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
-    if not number or not fits(value):
+    if not is_number(value) or not fits(value):
         raise ValueError(f"{name}={shown(value)}: expected {accepted}")
 
 

@@ -79,7 +79,12 @@ async def unrouted(request: Request, error: Exception) -> Response:
     return ApiError(error.status_code, str(error.detail)).response
 
 
+def mistake(what: str, error: Exception) -> ApiError:
+    """The error for a mistake of the server in this. The log has what happened."""
+    logger.error("%s failed", what, exc_info=error)
+    return ApiError(500, "the server made a mistake; its log says more", code="internal_error")
+
+
 async def unexpected(request: Request, error: Exception) -> Response:
-    """The answer for a mistake of the server. The log has what happened."""
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return ApiError(500, "the server made a mistake; its log says more", code="internal_error").response
+    """The answer for a mistake of the server."""
+    return mistake(f"{request.method} {request.url.path}", error).response

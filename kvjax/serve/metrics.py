@@ -101,9 +101,6 @@ class _Counts(Collector):
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    def describe(self) -> list[Metric]:
-        return []
-
     def collect(self) -> Iterator[Metric]:
         stats = {model.id: model.engine.stats() for model in self._models}
         for family, numbers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):

@@ -39,12 +39,8 @@ from .formats import ResponseFormat
 from .grammars import Writer
 
 FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of a request and of `kvjax.Sampler`
-UNLIMITED = {
-    ("top_p", 1),
-    ("top_k", 0),
-    ("top_k", -1),
-    ("min_p", 0),
-}  # values of clients for what `kvjax.Sampler` calls None
+# Values of clients for what `kvjax.Sampler` calls None.
+UNLIMITED = {("top_p", 1), ("top_k", 0), ("top_k", -1), ("min_p", 0)}
 PROMPTS = 2048  # of one request
 
 Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]

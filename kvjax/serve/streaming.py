@@ -17,7 +17,7 @@ from kvjax.engine import Finish, Handle, Token
 
 from .asking import Asked, check_finished, ending_is_told, freed
 from .documents import Form, Stream
-from .errors import ApiError, logger
+from .errors import ApiError, mistake
 from .pieces import Piece, Pieces
 
 Event = tuple[int, Piece | None, Finish | None]
@@ -52,9 +52,7 @@ async def _events(stream: Stream, asked: Asked, timeout: float) -> AsyncIterator
     except ApiError as error:
         yield _event(stream.failed(error))
     except Exception as error:
-        logger.error("a stream failed", exc_info=error)
-        mistake = ApiError(500, "the server made a mistake; its log says more", code="internal_error")
-        yield _event(stream.failed(mistake))
+        yield _event(stream.failed(mistake("a stream", error)))
 
 
 async def _merged(asked: Asked, timeout: float) -> AsyncIterator[tuple[int, Piece]]:

@@ -254,9 +254,8 @@ def attend_kernel(
         stage = jax.lax.rem(j, STAGES)
         plgpu.barrier_wait(k_here.at[stage])
         logits = product(q_tile, k_tiles.at[stage], products, transposed=True) * scale
-        if (
-            softcap is not None
-        ):  # softcap * tanh(logit / softcap) by an exponential; the hardware's tanh is less accurate
+        # softcap * tanh(logit / softcap) by an exponential; the hardware's tanh is less accurate
+        if softcap is not None:
             logits = softcap * LOG2E * (1 - 2 / (jnp.exp2(logits * (2 / softcap)) + 1))
         p, *bias = (over(x[stage], (rows, tile), 1) for x in slot_tiles)
         for x in bias:

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ..arrays import by_member
 from ..dispatch import dispatch, mapped
 from . import reference
 from .reduction import DEFAULT_REDUCTION, Reduction
@@ -30,15 +31,12 @@ def window_scores(
     """Computes what the reference defines; with group="none", one query head of a group after another, [B, H, G, M]."""
     if reduction.group != "none":
         return _scores(q, k, q_positions, k_positions, lse=lse, reduction=reduction, **options)
-    B, H = k_positions.shape[:2]
-
-    def by_head(x: Array) -> Float[Array, "G B H ..."]:
-        return jnp.moveaxis(x.reshape(B, H, -1, *x.shape[2:]), 2, 0)
+    H = k_positions.shape[1]
 
     def of_head(head: tuple[Array, Array | None]) -> Float[Array, "B H M"]:
         q, lse = head
         alone = replace(reduction, group="sum")
         return _scores(q, k, q_positions, k_positions, lse=lse, reduction=alone, **options)
 
-    heads = by_head(q), None if lse is None else by_head(lse)
+    heads = by_member(q, H), None if lse is None else by_member(lse, H)
     return jnp.moveaxis(mapped(of_head, heads), 0, 2)

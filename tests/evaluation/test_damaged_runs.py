@@ -59,6 +59,7 @@ def edited(change: dict[str, Any], drop: str = "") -> Callable[[str], str]:
         (RESULTS, edited({"scores": {"exact_match": "1"}}), "its scores is {'exact_match': '1'}: expected an object"),
         (RESULTS, edited({"kept": []}), r"its kept is \[\]: expected a list of numbers >= 0"),
         (RESULTS, edited({"compressed_tokens": 0}), "its compressed_tokens is 0: expected a number >= 1"),
+        (RESULTS, edited({"compressed_tokens": 10**400}), "its compressed_tokens is 1000.*: expected a number >= 1"),
         (RESULTS, edited({"question": "later"}), "its question is 'later': expected one of after, before"),
         (RESULTS, edited({"policy": None}), "its policy is None: expected a text"),
         (RESULTS, edited({"id": [1]}), r"its id is \[1\]: expected a text, a number or null"),

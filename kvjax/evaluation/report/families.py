@@ -8,9 +8,9 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 
+from kvjax.checks import is_number
 from kvjax.evaluation.entries import Budget
 from kvjax.evaluation.header import reads_gates
-from kvjax.evaluation.lines import is_number
 from kvjax.policies import PRESETS, parse, size_of
 from kvjax.policy import PLAIN, Policy
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.evaluation.lines import is_number
+from kvjax.checks import is_number
 from kvjax.evaluation.picture import COLOURS, MARKERS, End, bars, name_ends, new_figure
 from kvjax.evaluation.report import escape
 from kvjax.evaluation.report.results import CellResults, Results

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from jaxtyping import Float
 
+from kvjax.checks import counted
 from kvjax.evaluation.entries import SETTINGS, Budget
 from kvjax.evaluation.header import labels, read_header, read_prompts
 from kvjax.evaluation.lines import ASKED, Line, key_of, read_answer, read_lines, read_timing
@@ -151,7 +152,7 @@ class Results:
     @property
     def tasks(self) -> str:
         """The number of columns in words: "1 task", "7 tasks"."""
-        return f"{len(self.columns)} task{'' if len(self.columns) == 1 else 's'}"
+        return counted(len(self.columns), "task")
 
     @property
     def policies(self) -> tuple[str, ...]:

@@ -145,9 +145,8 @@ def labels(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
     names_of = dict(zip(CLASSES, rng.permutation(LABELS)[: len(CLASSES)], strict=True))
     order = rng.permutation(np.arange(examples) % len(CLASSES))
     kinds = list(CLASSES)
-    statements = [
-        f"{rng.choice(CLASSES[kinds[k]])} means {names_of[kinds[k]]} ." for k in order
-    ]  # every class occurs at least twice
+    # Every class occurs at least twice.
+    statements = [f"{rng.choice(CLASSES[kinds[k]])} means {names_of[kinds[k]]} ." for k in order]
     questions = [
         DemoQuestion(f"recall what {word} means :", f"{word} means {names_of[kind]}")
         for kind, words in CLASSES.items()

@@ -14,6 +14,7 @@ from kvjax.cache import Slots
 from kvjax.checks import shown
 from kvjax.models import join_sinks
 from kvjax.pallas_kernels import Reduction, compact, prompt_attention, window_scores
+from kvjax.pallas_kernels.arrays import by_member
 from kvjax.policy import Attended, Needs, Pass, Texts, check_integer
 
 from .projected_norms import projected_norms
@@ -129,8 +130,7 @@ def largest_contributions(among: Slots, attended: Attended, factors: Float[Array
         )
         return weights * norms
 
-    by_group = tuple(jnp.moveaxis(x.reshape(B, H, -1, *x.shape[2:]), 2, 0) for x in whole)
-    return jnp.max(jax.lax.map(of_head, by_group), axis=0)
+    return jnp.max(jax.lax.map(of_head, tuple(by_member(x, H) for x in whole)), axis=0)
 
 
 def _sums(among: Slots, attended: Attended) -> Float[Array, "B Hq W"]:

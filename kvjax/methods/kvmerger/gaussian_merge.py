@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple, TypeGuard, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots, mark
-from kvjax.checks import is_finite, shown
+from kvjax.checks import is_number, shown
 from kvjax.pallas_kernels import compact, top_tokens
 from kvjax.policy import Effects, Keep, Merge, Moment, Policy, Ranked, check_choice, check_integer, share_of
 
@@ -74,9 +74,9 @@ class GaussianMerge(Merge):
             check_integer("heavy", self.heavy, least=0)
         elif not 0 <= self.heavy < 1:
             raise ValueError(f"heavy={self.heavy}: expected an integer >= 0, or a float in [0, 1) for a share")
-        if self.theta is not None and not (_is_number(self.theta) and -1 <= self.theta <= 1):
+        if self.theta is not None and not (is_number(self.theta) and -1 <= self.theta <= 1):
             raise ValueError(f"theta={shown(self.theta)}: expected a cosine in [-1, 1], or None to meet the budget")
-        if not (self.sigma > 0 if _is_number(self.sigma) else self.sigma in ("mean", "rms", "eq7")):
+        if not (self.sigma > 0 if is_number(self.sigma) else self.sigma in ("mean", "rms", "eq7")):
             raise ValueError(f"sigma={shown(self.sigma)}: expected 'mean', 'rms', 'eq7' or a finite number above 0")
         check_choice("rule", self.rule, *get_args(Rule))
         check_choice("weights", self.weights, "gauss", "average")
@@ -286,7 +286,3 @@ def _reduce(reduce: Callable[..., Array], x: Array, sets: Int[Array, "B H N"]) -
 def _over_sets(reduce: Callable[..., Array], x: Float[Array, "B H N"], sets: Int[Array, "B H N"]) -> Array:
     """Reduces over the set of every token."""
     return jnp.take_along_axis(_reduce(reduce, x, sets), sets, axis=-1)
-
-
-def _is_number(x: object) -> TypeGuard[float]:
-    return isinstance(x, int | float) and not isinstance(x, bool) and is_finite(x)
