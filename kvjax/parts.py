@@ -52,7 +52,7 @@ from kvjax.pallas_kernels import (
     weighted_sum,
     window_scores,
 )
-from kvjax.pallas_kernels.arrays import pad
+from kvjax.pallas_kernels.arrays import by_member, pad
 from kvjax.pallas_kernels.matrices import cholesky, eigh, solve_lower, solve_positive
 from kvjax.pallas_kernels.visibility import span, visible, visible_tiles
 from kvjax.policy import (
@@ -119,6 +119,7 @@ __all__ = [
     "Texts",
     "TopTokens",
     "budget_of",
+    "by_member",
     "capped",
     "change_block",
     "changed_if",
