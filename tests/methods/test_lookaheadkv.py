@@ -21,7 +21,7 @@ from kvjax.models import Mixture
 from kvjax.parts import LookaheadAttention, Pooling
 from kvjax.policies import lookaheadkv
 from kvjax.policy import Moment
-from kvjax.reading.replays import replay
+from kvjax.reading.replays import replayed
 from tests import tiny
 from tests.dense import assert_close
 from tests.methods import allocating
@@ -67,9 +67,7 @@ def test_learned_tokens_score_the_entries_of_a_prompt() -> None:
     each = [sequence(params, gates, row, 3) for row in rows]
     cache = cache_of(params, policy, each, lengths, 10, state=7.0)
     texts = jnp.zeros((2, 4), int), jnp.array([4, 0])  # the second prompt ended in an earlier call
-    for part in policy.score.passes(*texts, ()):
-        cache = replay(params, cache, part)
-    layer = cache.entries[0]
+    layer = replayed(params, cache, *texts, ()).entries[0]
     score = jax.jit(lambda layer: policy.score(layer, Moment(cache.length, params.attention_layers[0])))
     by_slot = np.asarray(score(layer))
     for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
