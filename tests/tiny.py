@@ -154,4 +154,5 @@ def full_logits(params: Decoder, rows: list[np.ndarray], size: int) -> list[np.n
 def held(cache: KVCache, row: int) -> list[list[list[int]]]:
     """The positions that a row holds, ascending, by layer and head."""
     layers = cache.entries.by_head(row)
+    assert all((head >= -1).all() for layer in layers for head in layer)  # -1 is no entry
     return [[sorted(head[head >= 0].tolist()) for head in layer] for layer in layers]

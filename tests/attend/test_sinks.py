@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,15 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.attend import Reading, Stepping
+from kvjax.cache import Layers
+from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, join_sinks, rotate
+from kvjax.models.rope import NO_ROPE
 from kvjax.policies import parse
+from kvjax.reading.room import plan_read
 from tests import dense, tiny
+from tests.methods import one_layer
 from tests.policy.recording import Recording, notes
 
 ROWS = [np.random.default_rng(n).integers(0, tiny.VOCAB, n) for n in (22, 3, 17)]
@@ -97,6 +104,40 @@ def test_prompts_chunks_and_steps(text: str, chunk: int | None) -> None:
     for b, row in enumerate(ROWS):
         expected = dense_run(params, np.concatenate([row, STEPS[:, b]]))[0][len(row) - 1 :]
         np.testing.assert_allclose([step[b] for step in found], expected, atol=2e-5)
+
+
+def test_prompts_and_steps_weigh_entries_and_sinks() -> None:
+    """Contexts, and what a score is shown of a prompt and of a step, which the second row lacks; by the definition."""
+    lengths, N, H, G = np.array([6, 3]), 6, 2, 2
+    q, k, v = one_layer.random_streams(1, 2, H, G, N + 1)
+    sinks, policy = np.array([2.0, -1.0, 0.5, 1.0]), parse("h2o:budget=12,recent=3,group=max")
+
+    @jax.jit
+    def run(q, k, v):
+        config, layer = one_layer.describe(q, k)
+        layer = replace(layer, rope=NO_ROPE, sinks=jnp.asarray(sinks))
+        cache = KVCache.empty(config, policy, jnp.asarray(lengths), N, jnp.float32)
+        plan = plan_read(cache, [0], new=N, room=0, compress=True, final=True)
+        positions = np.maximum(np.arange(N) - N + lengths[:, None], -1)
+        attend = Reading(policy, policy.limits(1), plan)(positions, lengths, lengths)
+        context, entries = attend(layer, *(x[:, :, :N] for x in (q, k, v)), cache.entries)
+        attend = Stepping(policy, policy.limits(1))(jnp.asarray(lengths), jnp.array([True, False]))
+        more, after = attend(layer, *(x[:, :, N:] for x in (q, k, v)), Layers((entries[0].grow(N + 1),)))
+        return jnp.concatenate([context, more], axis=2), entries[0], after[0]
+
+    contexts, read, stepped = run(q, k, v)
+    for b, h in np.ndindex(2, H):
+        first, last = N - lengths[b], N + (b == 0)
+        received = np.zeros((last, N + 1))  # of each query, the larger of two query heads
+        for t, n in product(range(first, last), range(h * G, (h + 1) * G)):
+            weights = np.exp(k[b, h, first : t + 1] @ q[b, n, t] / np.sqrt(8))
+            weights = weights / (weights.sum() + np.exp(sinks[n]))
+            np.testing.assert_allclose(contexts[b, n, t], weights @ v[b, h, first : t + 1], rtol=1e-4, atol=1e-5)
+            received[t, first : t + 1] = np.maximum(received[t, first : t + 1], weights)
+        for entries, total in ((read, received[:N].sum(axis=0)), (stepped, received.sum(axis=0))):
+            at = np.asarray(entries.positions[b, h])
+            np.testing.assert_allclose(entries.per_slot[b, h][at >= 0], total[first + at[at >= 0]], rtol=1e-4)
+            assert set(at) - {-1} == set(range(lengths[b] + (b == 0 and entries is stepped)))
 
 
 def reduced(weights: np.ndarray, kv_heads: int, group: str) -> np.ndarray:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import Layers, Slots
+from kvjax.kv_cache import KVCache
+from tests import tiny
 from tests.methods.reference import rotated, softmax
 
 MAPS = {
@@ -98,3 +103,23 @@ def logits_behind(params: Any, rows: list[Rows], held: Any, tokens: np.ndarray) 
         x = through(layer, config, config.windows[i], x, at, product, seen)[0]
     x = normed(x, params.head.norm.scale[...], config.norm_epsilon)
     return x @ np.asarray(params.head.matrix[...], np.float64)
+
+
+def cache_of(params: Any, policy: Any, each: list[list[Rows]], lengths: list[int], size: int, state: Any) -> KVCache:
+    """The cache of prompts that have been read and not compressed, from their sequences [B][L].
+
+    Args:
+        state: of every slot, or None.
+    """
+    empty, layers = tiny.empty(params, policy, np.array(lengths), size), []
+    for i, layer in enumerate(empty.entries):
+        B, H, _, D = layer.keys.shape
+        keys, values = np.zeros((2, B, H, size, D), np.float32)
+        positions = np.full((B, H, size), -1)
+        for b, n in enumerate(lengths):
+            keys[b, :, size - n :] = each[b][i].keys[:n].swapaxes(0, 1)
+            values[b, :, size - n :] = each[b][i].values[:n].swapaxes(0, 1)
+            positions[b, :, size - n :] = np.arange(n)
+        held = Slots(*map(jnp.asarray, (keys, values, positions)), layer.capacity)
+        layers.append(replace(held, per_slot=None if state is None else jnp.full((B, H, size), state, jnp.float32)))
+    return replace(empty, entries=Layers(tuple(layers)), length=jnp.array(lengths, jnp.int32))

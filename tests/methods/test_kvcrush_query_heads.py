@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.methods.kvcrush.query_heads import by_query_head
+from kvjax.cache import Slots
+from kvjax.methods.kvcrush.query_heads import Watched, by_query_head
+from kvjax.models import AttentionLayer, Rope
+from kvjax.parts import AccumulatedAttention, QueryHeadAttention
 from kvjax.policies import h2o, kvcrush, snapkv
+from kvjax.policy import Attended
 from tests import tiny
 from tests.methods.literal_crush import literal
 from tests.methods.reference import Reader
 from tests.methods.test_kvcrush import window_scores_of
+
+
+def test_attention_from_each_query_head_adds_up():
+    """Two texts, then a replayed one, which adds nothing; means are over the queries that could see an entry."""
+    rng, (B, H, G, M, W, D) = np.random.default_rng(1), (2, 3, 2, 7, 4, 4)
+    held, at = np.array([range(7), [-1, -1, *range(5)]]), np.array([range(3, 7), [-1, 2, 3, 4]])
+    keys, state = rng.normal(size=(B, H, M, D)), rng.random((B, H, G, M))
+    layer = AttentionLayer(0, Rope(1e4), None, 0.5, jnp.zeros(0))
+    score = QueryHeadAttention(AccumulatedAttention())
+    given = jnp.zeros((B, H, M))
+
+    @partial(jax.jit, static_argnames="replayed")
+    def observed(keys, state, q, lse, replayed):
+        entries = Slots(keys, keys, jnp.broadcast_to(held[:, None], (B, H, M)), jnp.zeros((B, H), int), state)
+        replay = (jnp.zeros(B), jnp.zeros(B)) if replayed else None
+        after, _ = score.observe(entries, Attended(q, at, lse, given, jnp.array([4, 3]), layer, replay=replay))
+        return after, by_query_head(replace(entries, per_slot=after))
+
+    expected, found = state.copy(), Watched(jnp.asarray(state, jnp.float32), given)
+    for replayed in (False, False, True):
+        q = rng.normal(size=(B, H * G, W, D))
+        seen = (held[:, None] >= 0) & (held[:, None] <= at[..., None])
+        logits = np.einsum("bhgwd,bhmd->bhgwm", q.reshape(B, H, G, W, D), keys) / 2
+        parts = np.where(seen[:, None, None], np.exp(logits), 0)
+        total = np.maximum(parts.sum(axis=-1), 1e-30)
+        expected += 0 if replayed else (parts / total[..., None]).sum(axis=3)
+        lse = np.where(at[:, None] < 0, -np.inf, np.log(total).reshape(B, H * G, W))
+        found, means = observed(keys.astype(np.float32), found, q.astype(np.float32), lse.astype(np.float32), replayed)
+        np.testing.assert_allclose(found.received, expected, rtol=1e-5)
+        queries = np.array([7, 5])[:, None] - held
+        np.testing.assert_allclose(means, (expected / queries[:, None, None]).reshape(B, H * G, M), rtol=1e-5)
 
 
 @pytest.mark.slow

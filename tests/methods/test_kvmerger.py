@@ -126,17 +126,28 @@ def merged_entry(keys, values, scores, **options):
     return slot, np.asarray(out.keys[0, 0, slot]), np.asarray(out.values[0, 0, slot])
 
 
+WEIGHTS = {
+    "mean": [0.453073, 0.399836, 0.147091],
+    "eq7": [0.423946, 0.387458, 0.188596],
+    4 / 3: [0.545138, 0.411491, 0.043371],  # the mean over all three of the set, pivot included
+    "rms": [0.504025, 0.412661, 0.083315],
+    5.0: [0.355181, 0.348148, 0.296672],
+}
+
+
+def test_g5_weights_under_each_sigma():
+    """Of the tokens 0, 1 and 3 of a set, the first being the pivot, beside a set of one."""
+    keys, rank = jnp.array([0.0, 1, 3, 9])[None, None, :, None], jnp.array([[[3.0, 2, 1, 0]]])
+    sets, there = jnp.array([[[0, 0, 0, 1]]]), jnp.ones((1, 1, 4), bool)
+    merges = [GaussianMerge(sigma=sigma) for sigma in WEIGHTS]
+    found = jax.jit(lambda keys: [merge._weigh(keys, rank, sets, there) for merge in merges])(keys)
+    for (weights, is_pivot), expected in zip(found, WEIGHTS.values(), strict=True):
+        np.testing.assert_allclose(weights[0, 0], [*expected, 1], atol=2e-6)
+        assert is_pivot.tolist() == [[[True, False, False, True]]]
+
+
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize(
-    ("sigma", "weights"),
-    [
-        ("mean", [0.453073, 0.399836, 0.147091]),
-        ("eq7", [0.423946, 0.387458, 0.188596]),
-        (4 / 3, [0.545138, 0.411491, 0.043371]),  # the mean over all three of the set, pivot included
-        ("rms", [0.504025, 0.412661, 0.083315]),
-        (5.0, [0.355181, 0.348148, 0.296672]),
-    ],
-)
+@pytest.mark.parametrize(("sigma", "weights"), WEIGHTS.items())
 def test_g5_weights(sigma, weights):
     """Scaled keys leave the weights alone where sigma is a distance, and change them by equation 7."""
     slot, key, value = merged_entry([0, 1, 3], np.eye(3), [3, 2, 1], sigma=sigma)

@@ -15,7 +15,7 @@ from kvjax.cache import Slots
 from kvjax.mesh.heads import ALL_HEADS
 from kvjax.models import AttentionLayer
 from kvjax.models.rope import NO_ROPE
-from kvjax.parts import Fixed, GlobalShares, Pyramid, Reconstruction, UniformShares
+from kvjax.parts import Attribution, Fixed, GlobalShares, Pyramid, Reconstruction, UniformShares
 from kvjax.policies import adakv, criticalkv, kvzip
 from kvjax.policy import Attended
 from kvjax.reading.replays import encoded_texts
@@ -99,8 +99,8 @@ def test_passes_repeat_a_prompt_chunk_by_chunk(chunk):
             assert [part.first[b], part.last[b]] == [min(n * chunk, len(row)) for n in (i, i + 1)]
 
 
-@pytest.mark.parametrize("plus", [False, True])
-def test_a_pass_scores_the_entries_of_its_chunk(plus):
+@pytest.mark.parametrize("kind", ["kvzip", "kvzip+", "kvgrad"])
+def test_a_pass_scores_the_entries_of_its_chunk(kind):
     """Two rows whose chunks are of four tokens and of one; two query heads for each of two kv heads."""
     rng, (B, H, G, N, W, D) = np.random.default_rng(1), (2, 2, 2, 9, 6, 4)
     lengths, own, last = (9, 5), (6, 4), (8, 5)  # of the prompts, of what repeats a chunk from position 4 on
@@ -110,7 +110,9 @@ def test_a_pass_scores_the_entries_of_its_chunk(plus):
     positions = np.full((B, N + W), -1)
     for b, n in enumerate(lengths):
         positions[b, N - n : N], positions[b, N + W - own[b] :] = range(n), range(n, n + own[b])
-    score = Reconstruction(sinks=2, chunk=4, normalise=plus)
+    score = Attribution(2, 4) if kind == "kvgrad" else Reconstruction(sinks=2, chunk=4, normalise=kind == "kvzip+")
+    measured = rng.random((B, W)).astype(np.float32)
+    factors = measured if kind == "kvgrad" else 1 / np.linalg.norm(hidden, axis=-1)
     layer = AttentionLayer(0, NO_ROPE, None, 0.5, jnp.asarray(output, jnp.float32))
 
     @jax.jit
@@ -119,7 +121,7 @@ def test_a_pass_scores_the_entries_of_its_chunk(plus):
         entries = Slots(k, v, at, jnp.zeros((B, H), jnp.int32), state)
         replay = jnp.array([4, 4]), jnp.array(last)
         given = positions[:, N:], jnp.zeros(q.shape[:3]), None, jnp.array(own), layer
-        return score.observe(entries, Attended(q, *given, replay=replay, hidden=hidden))[0]
+        return score.observe(entries, Attended(q, *given, replay=replay, hidden=hidden, measured=measured))[0]
 
     found = np.asarray(observed(*(x.astype(np.float32) for x in (q, k, v, state, hidden))))
     for b, h in np.ndindex(B, H):
@@ -131,9 +133,8 @@ def test_a_pass_scores_the_entries_of_its_chunk(plus):
                 continue
             seen = [c for c in range(N) if 0 <= positions[b, c] < 2] + chunk + [*range(N + W - own[b], N + t + 1)]
             weights = softmax(k[b, h, seen] @ q[b, h * G + g, t] * 0.5)
-            if plus:
-                norms = np.linalg.norm(v[b, h, seen] @ output[h * G + g], axis=-1)
-                weights = weights * norms / np.linalg.norm(hidden[b, t])
+            if kind != "kvzip":
+                weights = weights * np.linalg.norm(v[b, h, seen] @ output[h * G + g], axis=-1) * factors[b, t]
             for c, weight in zip(seen, weights, strict=True):
                 if c in chunk:
                     expected[c] = max(expected[c], weight)

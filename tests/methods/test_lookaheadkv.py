@@ -21,11 +21,12 @@ from kvjax.models import Mixture
 from kvjax.parts import LookaheadAttention, Pooling
 from kvjax.policies import lookaheadkv
 from kvjax.policy import Moment
+from kvjax.reading.replays import replayed
 from tests import tiny
 from tests.dense import assert_close
 from tests.methods import allocating
 from tests.methods.hidden import scored
-from tests.methods.learned_rows import sequence
+from tests.methods.learned_rows import cache_of, sequence
 
 OPTIONS = ("budget=12,tokens=3,recent=2,kernel=3", "budget=0.5,tokens=5,recent=1,group=max")
 SCORES = (LookaheadAttention(3), LookaheadAttention(3, "max", Pooling("max", 3)))
@@ -55,6 +56,25 @@ def pooled(scores: np.ndarray, size: int) -> np.ndarray:
     """The maximum over the neighbours of each entry."""
     side = size // 2
     return np.stack([scores[:, max(c - side, 0) : c + side + 1].max(axis=1) for c in range(scores.shape[1])], axis=1)
+
+
+def test_learned_tokens_score_the_entries_of_a_prompt() -> None:
+    """In one layer, of the first three learned tokens; empty slots keep their state. Then the same, pooled."""
+    params = tiny.decoder(4, 2)
+    gates, lengths = tiny.learned_tokens(params.config), [9, 2]
+    params, rows = with_gates(params, gates), [ROWS[0][:9], ROWS[1]]
+    policy = lookaheadkv(8, 3, 2, kernel=3, group="max")
+    each = [sequence(params, gates, row, 3) for row in rows]
+    cache = cache_of(params, policy, each, lengths, 10, state=7.0)
+    texts = jnp.zeros((2, 4), int), jnp.array([4, 0])  # the second prompt ended in an earlier call
+    layer = replayed(params, cache, *texts, ()).entries[0]
+    score = jax.jit(lambda layer: policy.score(layer, Moment(cache.length, params.attention_layers[0])))
+    by_slot = np.asarray(score(layer))
+    for b, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+        expected = literal(params, gates, row, 3, "max")[0]
+        assert_close(layer.per_slot[b, :, 10 - n :], expected)
+        assert (np.asarray(layer.per_slot)[b, :, : 10 - n] == 7).all()
+        assert_close(by_slot[b, :, 10 - n :], pooled(expected, 3))
 
 
 @pytest.mark.long

@@ -17,9 +17,10 @@ from kvjax.gates.attach import with_gates
 from kvjax.gates.files import Gates
 from kvjax.parts import LearnedTokens
 from kvjax.policies import kvzip, restorekv
+from kvjax.reading.beside import with_learned
 from tests import tiny
 from tests.dense import assert_close
-from tests.methods.learned_rows import logits_behind, sequence
+from tests.methods.learned_rows import cache_of, logits_behind, sequence
 from tests.patience import PATIENCE
 
 OPTIONS = ("base=snapkv,base.budget=12,base.window=2,tokens=3", "base=knorm,base.budget=0.5,tokens=5")
@@ -48,6 +49,22 @@ def smaller(base: Any, row: np.ndarray) -> Any:
     entries = int(inner.capacity(0, np.array([len(row)]), 2)[0]) - TOKENS
     own = type(policies.knorm(1).budget)(entries)
     return replace(base, budget=replace(budget, budget=own) if base.allocates else own)
+
+
+def test_learned_tokens_leave_entries_for_which_the_budget_pays() -> None:
+    """In each of two layers, of the first three learned tokens. A prompt within the budget has none."""
+    params = tiny.decoder(4, 2, (None, None))
+    gates, lengths = tiny.learned_tokens(params.config, method="restorekv"), [11, 8]
+    params, rows = with_gates(params, gates), [ROWS[0][:11], ROWS[2][:8]]
+    each = [sequence(params, gates, row, TOKENS) for row in rows]
+    cache = cache_of(params, restorekv(policies.knorm(8), TOKENS), each, lengths, 12, state=None)
+    paid, beside = with_learned(params, cache)
+    assert beside.next_position.tolist() == [11 + TOKENS, 8]
+    for i, held in enumerate(beside.entries):
+        assert paid.entries[i].capacity.tolist() == [[8 - TOKENS] * 2, [8] * 2]
+        assert held.positions.tolist() == [[[11, 12, 13]] * 2, [[-1] * 3] * 2]
+        for ours, expected in ((held.keys, each[0][i].keys), (held.values, each[0][i].values)):
+            assert_close(ours[0], expected[11:].swapaxes(0, 1))
 
 
 @pytest.mark.long

@@ -70,6 +70,7 @@ def test_channels_and_attention_are_those_of_keys_with_zeros(base: str, heads: i
     thin = entries[0].settled
     assert isinstance(thin, ThinEntries)
     assert thin.keys.shape[-1] == D - 4
+    whole = [np.asarray(x) for x in jax.jit(ThinEntries.plain)(thin)]  # what a later turn of several tokens reads
     for b, n in enumerate(lengths.tolist()):
         held = one_layer.held(plain, b)
         # Prompts lie at the right end of the given arrays; the steps follow them.
@@ -91,6 +92,8 @@ def test_channels_and_attention_are_those_of_keys_with_zeros(base: str, heads: i
             masked[newest] = keys[newest]
             masked[np.ix_(older, channels)] = keys[np.ix_(older, channels)]
             masked[n:] = keys[n:]
+            for x, expected in zip(whole, (masked, values), strict=True):
+                np.testing.assert_allclose(x[b, h][positions >= 0], expected[positions[positions >= 0]], atol=1e-5)
             for i in range(steps):
                 seen = held[h] + list(range(n, n + i + 1))
                 expected = literal_context(own[:, n + i], masked[seen], values[seen])

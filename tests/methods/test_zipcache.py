@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,11 @@ import pytest
 
 import kvjax
 from kvjax.cache import Layers, Slots
+from kvjax.methods.zipcache import Probes
 from kvjax.methods.zipcache.coded import CodedEntries
+from kvjax.models import AttentionLayer
 from kvjax.policies import full, parse, snapkv, zipcache
+from kvjax.policy import Attended, LayerShape
 from tests import tiny
 from tests.methods import one_layer
 from tests.methods.literal_codes import literal_entries
@@ -196,28 +200,54 @@ def test_bytes_by_hand(dtype: str) -> None:
         assert kvjax.plan_cache(config, zipcache(base), **sizes).nbytes == 3 * 2 * expected
 
 
-@pytest.mark.slow
-def test_scale_and_soft_cap_of_the_layer_decide_who_is_salient() -> None:
-    """Two probes over twelve keys; each scale and cap has other salient ones."""
-    policy = zipcache(salient=0.5, window=2, queries=0)
-    rng = np.random.default_rng(1)
-    q, k, v = (rng.normal(size=(1, 1, n, 8)).astype(np.float32) * 3 for n in (2, 12, 12))
-    state = policy.storage.init(kvjax.policy.LayerShape(1, 1, 1, 8, jnp.dtype("float32"), 8))
-    state = state._replace(queries=jnp.asarray(q), positions=jnp.array([[[10, 11]]]))
-    entries = Slots(k, v, jnp.arange(12)[None, None], jnp.full((1, 1), 12), storing=state)
-    settle = jax.jit(policy.storage.settle, static_argnames=("scale", "window", "softcap"))
-    answers = set()
-    for scale, softcap in ((1.0, None), (0.05, None), (1.0, 2.0)):
-        logits = scale * np.einsum("rd,md->rm", *(x[0, 0].astype(np.float64) for x in (q, k)))
-        logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
-        logits[0, 11] = -np.inf
-        weights = softmax(logits)
-        salience = weights.sum(axis=0) / np.array([2] * 11 + [1])
-        expected = sorted(np.argsort(-salience)[:6].tolist())
-        found = settle(entries, scale=scale, window=None, softcap=softcap).settled
-        assert positions_of(found, 0, 0)[0] == expected
-        answers.add(tuple(expected))
-    assert len(answers) == 3
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize(("scale", "softcap"), [(0.5, 2.0), (1.0, None), (0.05, None)])
+def test_the_salient_have_the_largest_mean_weights(scale: float, softcap: float | None) -> None:
+    """Twelve entries in any order and seven, four probes and three, of two query heads for each of two kv heads."""
+    rng, (B, H, G, M, P, D) = np.random.default_rng(1), (2, 2, 2, 12, 4, 8)
+    policy = zipcache(salient=0.4, window=3, queries=1)
+    positions = np.array([rng.permutation(M), [*range(7), *[-1] * 5]])
+    at = np.array([[5, 9, 10, 11], [-1, 4, 5, 6]])
+    q, k, v = (rng.normal(size=(B, n, m, D)).astype(np.float32) * 3 for n, m in ((H * G, P), (H, M), (H, M)))
+    state = Probes(q, np.broadcast_to(at[:, None], (B, H, P)))
+    entries = Slots(k, v, np.broadcast_to(positions[:, None], (B, H, M)), np.full((B, H), M), storing=state)
+    settle = jax.jit(partial(policy.storage.settle, scale=scale, window=None, softcap=softcap))
+    found = settle(entries).settled
+    for b, number in enumerate((5, 3)):
+        held = {int(p): slot for slot, p in enumerate(positions[b]) if p >= 0}
+        for h in range(H):
+            salience = {}
+            for p, slot in held.items():
+                given = []
+                for query in (query for query in range(P) if at[b, query] >= p):
+                    seen = [held[other] for other in held if other <= at[b, query]]
+                    logits = scale * q[b, h * G : (h + 1) * G, query].astype(np.float64) @ k[b, h, seen].T
+                    weights = softmax(logits if softcap is None else softcap * np.tanh(logits / softcap))
+                    given.append(weights[:, seen.index(slot)].mean())
+                salience[p] = np.mean(given)
+            best = sorted(salience, key=salience.get)[-number:]
+            assert positions_of(found, b, h) == [sorted(best), sorted(set(held) - set(best))]
+
+
+def test_probes_are_the_last_queries_and_drawn_ones() -> None:
+    """Of texts that come in two calls, with padding; those of every query head."""
+    storage, rng = zipcache(window=2, queries=3, seed=7).storage, np.random.default_rng(2)
+    observe = jax.jit(lambda state, q, at: storage.observe(Slots.only(storing=state), attended(q, at)))
+
+    def attended(q: Any, at: Any) -> Attended:
+        return Attended(q, at, q[..., 0], None, jnp.sum(at >= 0, axis=1), layer)
+
+    layer = AttentionLayer(0, one_layer.ROPE, None, 1.0, jnp.zeros(0))
+    state = storage.init(LayerShape(2, 4, 2, 3, jnp.dtype("float32"), 8))
+    queries = rng.normal(size=(2, 4, 12, 3)).astype(np.float32)  # by position
+    for at in (np.array([range(6), [-1, -1, -1, -1, 0, 1]]), np.array([range(6, 12), [-1, 2, 3, 4, 5, 6]])):
+        given = np.take_along_axis(queries, np.maximum(at, 0)[:, None, :, None], axis=2)
+        state = observe(state, given, at)
+        for b, n in enumerate(at.max(axis=1) + 1):
+            expected = literal_probes(n, 2, 3, 7)
+            own = np.asarray(state.positions)[b]
+            assert own.tolist() == [[-1] * (5 - len(expected)) + expected] * 2
+            np.testing.assert_array_equal(state.queries[b][:, own[0] >= 0], queries[b][:, expected])
 
 
 def test_heads_whose_codes_fill_no_bytes_are_refused() -> None:

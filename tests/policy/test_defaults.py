@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from inspect import signature
+from typing import Any
 
 import pytest
 
 from kvjax import policies
+from kvjax.methods import registry
+from kvjax.policy import LearnedTokens, Protect
 
 # Options that are numbers, texts, truth values or None, in their order.
 DEFAULTS = {
@@ -81,6 +84,73 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("name", policies.PRESETS)
 def test_defaults(name: str) -> None:
-    each = {option.name: option.default for option in signature(policies.PRESETS[name]).parameters.values()}
-    plain = [f"{option}={value}" for option, value in each.items() if isinstance(value, int | float | str | None)]
-    assert ",".join(plain) == DEFAULTS[name]
+    assert plain(policies.PRESETS[name]) == DEFAULTS[name]
+
+
+def plain(build: Any) -> str:
+    each = {option.name: option.default for option in signature(build).parameters.values()}
+    texts = ("instruction", "starting", "suffix")  # that are replayed
+    each = {name: value for name, value in each.items() if name not in texts}
+    return ",".join(f"{name}={value}" for name, value in each.items() if isinstance(value, int | float | str | None))
+
+
+# Of parts by themselves, likewise.
+OF_PARTS = {
+    "AccumulatedAttention": "group=mean",
+    "AdaptiveShares": "alpha=0.2,normalise=True,formula=paper,groups=1",
+    "AttentionClasses": "group=mean,sinks=4,frequent=0.3,local=0.3",
+    "Attribution": "sinks=4,chunk=512",
+    "BlockByBlock": "block=128",
+    "Chunks": "length=20",
+    "CompositeShares": "min_tokens=0,first_layer=False,heads=mean",
+    "DefendedValues": "first=0.5,epsilon=0.0",
+    "DistancePreference": "farthest=65536",
+    "DynamicShares": "interval=4,r_max=10.0,code_rounding=False",
+    "ExpectedAttention": "sinks=4,future=512,covariance=True,value_norm=True,epsilon=0.0",
+    "FittedEntries": "bias=True,ridge=1.0,bound=3.0",
+    "GatedChunks": "length=10,few=4",
+    "GatedShares": "groups=1",
+    "GaussianMerge": "heavy=0.24,theta=0.75,rule=anchor,straddle=False,sigma=mean,weights=gauss,pivot=score,seed=0,"
+    "count_bias=False",
+    "GlobalShares": "groups=1,min_tokens=0,strict=False",
+    "HeadShares": "groups=1",
+    "HiddenChange": "window=64,early=0.3125,late=0.65625",
+    "ImportanceShares": "beta=1.5,groups=1",
+    "LagDifference": "sinks=4,lag=128,cross=False",
+    "LearnedTokens": "count=8",
+    "LeverageScore": "sketch=48,seed=0",
+    "LeveragedAttention": "blend=0.5",
+    "LookaheadAttention": "tokens=32,group=mean,pooling=None",
+    "LostOutput": "alpha=0.3,kernel=5,reach=2000",
+    "NearestValues": "threshold=0.0,fraction=1.0",
+    "NoisyAttention": "temperature=1.0,growth=0.01,noise=gumbel,seed=0",
+    "NonCausalAttention": "chunk=256,sinks=0,recent=0",
+    "ObservedAttention": "group=mean",
+    "Pages": "page=32",
+    "Pooling": "kind=max,kernel=7",
+    "ProjectedValues": "first=0.5,epsilon=0.0001",
+    "Protect": "sinks=0,recent=0",
+    "Pyramid": "beta=20,formula=paper",
+    "Quantized": "bits=8,group=None",
+    "QuerySample": "queries=256,seed=0",
+    "RandomDraw": "seed=0",
+    "Reconstruction": "sinks=4,chunk=2048,normalise=False",
+    "RecoveringHeads": "groups=1",
+    "Representatives": "anchor=mean,pick=centroid,upper=0.5,by_age=False,granularity=token,page=32,bits=kv",
+    "SalientCodes": "salient=0.6,bits=4,other_bits=2,window=64,queries=64,seed=0",
+    "SavedExpectedAttention": "sinks=4,future=512,covariance=True,value_norm=True,epsilon=0.0",
+    "SimilarityMerge": "weights=paper,alpha=0.5,beta=0.5",
+    "SquaredNorms": "kind=product,window=16",
+    "TaskAttention": "source=replay,prompts=,rows=max,group=mean,head_mean=True,value_norm=none",
+    "ThinKeys": "ratio=0.4,window=32,recent=32",
+    "ThresholdShares": "groups=1",
+    "ValueCapacity": "tau=5.0,sinks=4,future=512,epsilon=1e-06",
+    "ValueMerge": "tokens=32,form=bernoulli,seed=0",
+    "VarianceShares": "dense_first=2,dense_last=1",
+    "WindowAttention": "pooling=None,normalise=full,sum_logits=False,rescale=False",
+}
+
+
+def test_defaults_of_parts() -> None:
+    classes = {**registry.parts(), "Protect": Protect, "LearnedTokens": LearnedTokens}
+    assert {name: text for name, part in classes.items() if (text := plain(part))} == OF_PARTS
