@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax.cache import UNLIMITED, Slots, mark
-from kvjax.checks import is_finite, shown
+from kvjax.checks import is_finite, is_number, shown
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods import registry
 from kvjax.methods.common import group_weights, nearest, query_bits
@@ -147,6 +147,7 @@ __all__ = [
     "group_weights",
     "in_turns",
     "is_finite",
+    "is_number",
     "join_sinks",
     "lowest_tokens",
     "mapped",
