@@ -21,7 +21,7 @@ def test_options_for_the_tests_of_all_presets(preset: str) -> None:
     )
 
 
-@pytest.mark.parametrize("preset", ("lookaheadkv", "kvzap", "fastkvzip", "qfilter", "triattention"))
+@pytest.mark.parametrize("preset", ["lookaheadkv", "kvzap", "fastkvzip", "qfilter", "triattention"])
 def test_the_decoder_of_a_preset_has_what_its_score_reads(preset: str) -> None:
     for options in SPECS[preset]:
         spec = f"{preset}:{options}"
