@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import jax
@@ -15,7 +16,7 @@ from kvjax.kv_cache import KVCache, check_cache
 from kvjax.mesh.sharding import mesh_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy
-from kvjax.policy.suits import check_attached
+from kvjax.policy.suits import check_attached, check_is_policy
 from kvjax.reading.layers import jitted_step
 from kvjax.reading.prompt import Batch, read_prompt
 from kvjax.reading.room import Compress, check_reading, check_room, free_room
@@ -51,15 +52,16 @@ def extend(
         Float32 logits after each row's last token (meaningless for a row of length 0), and the new cache.
 
     Raises:
-        ValueError: for another policy or mesh, tokens or lengths of a wrong shape, lengths beyond the tokens, ids
-            outside the vocabulary, or a decode step into a cache without room. Ids and lengths that are on a device are
-            not checked, since that would wait for them. The logits of a row are NaN if its length is not in 0 .. N.
+        ValueError: for another policy, model or mesh, tokens or lengths of a wrong shape, lengths beyond the tokens,
+            ids outside the vocabulary, or a decode step into a cache without room. Ids and lengths that are on a device
+            are not checked, since that would wait for them. The logits of a row are NaN if its length is not in 0 .. N.
             Under `jax.jit` the caller provides the room (see `with_room`), and the logits of a row are NaN if its
             tokens do not fit.
     """
     check_params(params)
     check_cache(cache)
     check_policy(cache, policy)
+    check_same_model(cache, params)
     check_mesh(cache, params)
     check_attached(cache.policy, params)
     check_ids(tokens, params.config.vocab_size)
@@ -117,8 +119,32 @@ def check_ids(tokens: ArrayLike, vocab_size: int) -> None:
 
 def check_policy(cache: KVCache, policy: Policy | None) -> None:
     """Raises ValueError unless `policy` is None or the one that made the cache."""
+    if policy is not None:
+        check_is_policy(policy)
     if policy is not None and policy != cache.policy:
         raise ValueError(f"this cache was made by {cache.policy} and cannot be extended with {shown(policy)}")
+
+
+def check_same_model(cache: KVCache, params: Decoder) -> None:
+    """Raises ValueError if a cache has the shapes of another model."""
+    config = params.config
+    entries = cache.entries
+    expected = tuple(map(config.heads_of, range(config.num_layers)))
+    if entries.heads != expected:
+        actual, needs = (
+            " and ".join(str((layers, *kind)) for kind, layers in Counter(heads).items())
+            for heads in (entries.heads, expected)
+        )
+        raise ValueError(f"the cache has (layers, kv heads, head size) {actual}: the model needs {needs}")
+    states: list[list[tuple[int, ...]]] = [[state.memory.shape[1:] for state in each] for each in cache.recurrent]
+    own = config.recurrence
+    needed: list[list[tuple[int, ...]]] = (
+        [[]] * len(states) if own is None else [[own.memory] * count for count in own.before]
+    )
+    if states != needed:
+        raise ValueError(f"the cache has recurrent states of the shapes {states}: the model needs {needed}")
+    if (cache.rope is not None) != config.rope.depends_on_length:
+        raise ValueError(f"the cache was made by a model with another RoPE: this model's is {config.rope}")
 
 
 def check_mesh(cache: KVCache, params: Decoder) -> None:

@@ -30,7 +30,7 @@ from kvjax.mesh.sharding import (
 )
 from kvjax.models import Decoder, DecoderConfig, RecurrentState
 from kvjax.policy import LayerShape, Policy
-from kvjax.policy.suits import check_attached, check_suits
+from kvjax.policy.suits import check_attached, check_is_policy, check_suits
 from kvjax.runtime.memory import tree_bytes
 from kvjax.runtime.modes import own_modes
 
@@ -321,7 +321,7 @@ def empty_cache(params: Decoder, policy: Policy, prompt_lengths: Int[Array, "B"]
             a policy that does not fit the model.
     """
     check_params(params)
-    check_type("policy", policy, Policy)
+    check_is_policy(policy)
     check_integers("prompt_lengths", prompt_lengths)
     lengths = jnp.asarray(prompt_lengths)
     if lengths.ndim != 1 or lengths.size == 0 or lengths.dtype.kind not in "iu" or int(lengths.min()) < 1:

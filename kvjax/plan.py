@@ -11,19 +11,21 @@ from jax.sharding import Mesh
 
 from kvjax.attend import ReadPlan
 from kvjax.cache import UNLIMITED, Entries, Layers, Slots, bucket, planned_pool, room_for
-from kvjax.checks import check_size, check_type, dtype_of
+from kvjax.checks import check_size, check_type, dtype_of, shown
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.heads import ALL_HEADS
 from kvjax.mesh.sharding import check_batch, fit_mesh, heads_sharding, kv_replicas, rows_sharding
 from kvjax.models import DecoderConfig
 from kvjax.policies import full
 from kvjax.policy import Policy
+from kvjax.policy.suits import check_is_policy
 from kvjax.reading.allocate import laid_out, pool_rows
 from kvjax.reading.room import plan_read
 from kvjax.runtime.memory import tree_bytes
 from kvjax.runtime.modes import own_modes
 
 Tree = TypeVar("Tree")
+HELD = ("float32", "bfloat16", "float16")  # dtypes of weights, and so of keys and values
 
 
 @own_modes()
@@ -44,16 +46,18 @@ def plan_cache(
 
     Args:
         batch: the number of rows.
-        dtype: of keys and values.
+        dtype: of keys and values: float32, bfloat16 or float16.
         mesh: of `make_mesh`.
 
     Raises:
-        ValueError: for a batch, length or new_tokens that is not in 1 .. 2**31 - 1, and for a mesh that does not fit
-            the batch and the model.
+        ValueError: for a batch, length or new_tokens that is not in 1 .. 2**31 - 1, for another dtype, and for a mesh
+            that does not fit the batch and the model.
     """
     check_sizes(batch=batch, length=length, new_tokens=new_tokens)
     check_type("config", config, DecoderConfig)
-    check_type("policy", policy, Policy)
+    check_is_policy(policy)
+    if dtype_of(dtype) not in map(jnp.dtype, HELD):
+        raise ValueError(f"dtype={shown(dtype)}: expected one of {', '.join(HELD)}")
     dtype = dtype_of(dtype)
     mesh = None if mesh is None else fit_mesh(mesh, config)
     check_batch(batch, mesh)

@@ -29,6 +29,8 @@ def parse(description: str) -> Policy:
         ValueError: for an unknown preset or option, or a value that it does not accept; the message names those that
             are accepted.
     """
+    if not isinstance(description, str):
+        raise ValueError(f"description is of type {type(description).__name__}: expected a text")
     return text.parse(description, PRESETS, registry.parts())
 
 

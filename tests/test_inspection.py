@@ -246,13 +246,23 @@ const token = { text: document.querySelector("#token .what").textContent, kept: 
   kin: spans.flatMap((span, i) => (span.classList.contains("kin") ? [i] : [])),
   cells: [...at("cells").children].map((cell) => cell.classList.contains("kept")) };
 press("Home");
+pin(13);
+token.later = at("token").textContent;
+pin(14);
+token.last = at("token").textContent;
+pin(-1);
+document.querySelector("h1").style.height = "12rem"; // as if the header had many lines
+at("text").style.height = "200vh";
+scrollTo(0, 300);
 at("play").click();
 setTimeout(() => {
   const played = [Number(stepInput.value), at("play").textContent];
   const text = at("text").textContent;
   const [about, title] = ["about", "policy"].map((id) => at(id).textContent);
   const boxes = spans.map((span) => span.textContent);
-  const result = { failures, open, about, title, boxes, shown, token, played, text };
+  const edge = document.querySelector("header").getBoundingClientRect().bottom;
+  const covered = document.querySelector("aside").getBoundingClientRect().top - edge;
+  const result = { failures, covered, open, about, title, boxes, shown, token, played, text };
   element("pre", JSON.stringify(result), document.body).id = "result";
 }, 10000);
 </script>
@@ -266,7 +276,14 @@ def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
     assert recording.into is not None
     file = tmp_path / "page.html"
     file.write_text(page(recording).replace("</body>", VISIT + "</body>"), encoding="utf-8")
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom")
+    options = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=20000",
+        "--window-size=1200,700",
+        "--dump-dom",
+    )
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     run = subprocess.run(
         [BROWSER, *options, profile, file.as_uri()], capture_output=True, encoding="utf-8", timeout=PATIENCE
@@ -293,7 +310,10 @@ def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
         mean = now[chosen].sum() / there[layers].sum()
         assert f"a chosen head holds {round(mean, 1):g} entries on average" in seen["said"]
         if step:
-            assert f"; this step evicted {(before & ~now)[chosen].sum()} entries of the chosen heads" in seen["said"]
+            gone = (before & ~now)[chosen].sum()
+            assert (
+                f"; this step evicted {gone} {'entry' if gone == 1 else 'entries'} of the chosen heads" in seen["said"]
+            )
     left = recording.left[:, :, 3]
     assert result["token"]["text"] == " <b>&amp;"
     assert result["token"]["kept"] == f"held by {(left > 4).sum()} of 5 heads"
@@ -315,4 +335,7 @@ def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
     assert Counter(result["token"]["evicted"]) == Counter(f"in {n}: {text}" for text, n in said.items())
     assert result["token"]["kin"] == sorted(kin)
     assert result["played"] == [4, "play"]
+    assert "This token gets its entry in step 4." in result["token"]["later"]
+    assert "This token has no entry: the answer ends with it." in result["token"]["last"]
+    assert 0 < result["covered"] < 50
     assert result["text"] == "".join(recording.texts)

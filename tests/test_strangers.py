@@ -27,6 +27,9 @@ def cases(tokenizer: Any) -> dict[str, tuple[Callable[[], Any], str]]:
     document = kvjax.empty_cache(params, kvjax.policies.full(), np.array([1]))
     mixed: Any = ["ba", 3]
     number: Any = [3]
+    text: Any = "full"
+    deep = decoder(windows=(None, None))
+    deep_document = kvjax.empty_cache(deep, kvjax.policies.full(), np.array([1]))
     slow = types.SimpleNamespace(eos_token_id=None, decode=str)
     return {
         "what load returns, not unpacked": (
@@ -40,6 +43,36 @@ def cases(tokenizer: Any) -> dict[str, tuple[Callable[[], Any], str]]:
             rf"tokens=\[\[99999\]\]: expected integers in 0 .. {VOCAB - 1}",
         ),
         "a negative id": (lambda: kvjax.extend(params, document, np.array([[-1]])), "expected integers in 0 .. "),
+        "a cache of a model of more layers": (
+            lambda: kvjax.extend(params, deep_document, [[1]]),
+            r"the cache has \(layers, kv heads, head size\) \(2, 2, 8\): the model needs \(1, 2, 8\)",
+        ),
+        "a cache of a model of fewer layers": (
+            lambda: kvjax.extend(deep, document, [[1]]),
+            r"the cache has \(layers, kv heads, head size\) \(1, 2, 8\): the model needs \(2, 2, 8\)",
+        ),
+        "another model's cache to save": (
+            lambda: kvjax.save_cache("nowhere", document, deep),
+            r"the cache has \(layers, kv heads, head size\) \(1, 2, 8\): the model needs \(2, 2, 8\)",
+        ),
+        "a text for a Policy": (
+            lambda: kvjax.empty_cache(params, text, np.array([1])),
+            "policy='full': expected a Policy, which kvjax.policies.parse makes of a text",
+        ),
+        "a text for a Policy that is checked": (
+            lambda: kvjax.extend(params, document, [[1]], policy=text),
+            "policy='full': expected a Policy, which kvjax.policies.parse makes of a text",
+        ),
+        "no text of a policy": (
+            lambda: kvjax.policies.parse(number),
+            "description is of type list: expected a text",
+        ),
+        "a dtype of integers": (
+            lambda: kvjax.plan_cache(
+                params.config, kvjax.policies.full(), batch=1, length=1, new_tokens=1, dtype="int32"
+            ),
+            "dtype='int32': expected one of float32, bfloat16, float16",
+        ),
         "no integers": (lambda: kvjax.extend(params, document, [[0.5]]), r"tokens=\[\[0.5\]\]: expected integers"),
         "a huge budget": (lambda: kvjax.policies.h2o(LARGE), "expected an integer < 2"),
         "a huge budget as text": (lambda: kvjax.policies.parse(f"h2o:budget={LARGE}"), "expected an integer < 2"),

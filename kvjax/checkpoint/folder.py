@@ -49,6 +49,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
 DTYPE_NAMES = ", ".join(map(str, DTYPES.values()))
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+MODEL = "a folder with config.json and the weights, a GGUF file, demo, or a repository on the Hugging Face hub"
+BESIDE = "a folder or a file of gates or statistics, or a repository on the Hugging Face hub"
 DEMO = Path(__file__).parents[1] / "demo_model"  # the model that ships with kvjax
 
 Form = Literal["hf", "gguf", "orbax", "cache"]
@@ -60,12 +62,13 @@ CONTENTS: dict[Form, str] = {  # what a form holds, and which function reads it
 }
 
 
-def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOWNLOADED) -> Path:
+def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOWNLOADED, expected: str = MODEL) -> Path:
     """Returns the folder or GGUF file of a checkpoint, or downloads a folder from the Hugging Face hub.
 
     Args:
         path_or_hub_id: an existing folder or GGUF file, or else "demo", the model that ships with kvjax, or a hub id.
         patterns: the glob patterns of the files to download.
+        expected: what an error says is accepted.
 
     Raises:
         CheckpointError: it is another file, or neither a path nor a repository that the hub provides, or its writing
@@ -78,18 +81,17 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
         return folder
     if folder.exists():
         if form_of(folder) is None:
-            reason = "it is a file; expected the folder that holds config.json and the weights, or a GGUF file"
-            raise CheckpointError(folder, [reason])
+            raise CheckpointError(folder, [f"it is a file in another form: expected {expected}"])
         return folder
     if path_or_hub_id == "demo":
         return DEMO
     if not isinstance(path_or_hub_id, str) or not HUB_ID.fullmatch(path_or_hub_id):
-        raise CheckpointError(folder, [f"no such folder{_near(folder)}"])
+        raise CheckpointError(folder, [f"no such folder{_near(folder)}: expected {expected}"])
 
     try:
         return download(path_or_hub_id, patterns)
     except (OSError, ValueError) as error:  # not found, gated, offline, not a legal id
-        reason = f"no such folder{_near(folder)}, and the Hugging Face hub did not provide it: {one_line(error)}"
+        reason = f"no such folder{_near(folder)}: expected {expected}, which did not provide it: {one_line(error)}"
         raise CheckpointError(path_or_hub_id, [reason]) from error
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def generate(
     model: Model,
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text to continue.")] = None,
     prompt_file: PromptFile = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Treat the prompt as a user's message to the model's chat template.")

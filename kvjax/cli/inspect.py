@@ -9,7 +9,19 @@ import typer
 
 from kvjax.cli.console import note, print_json, prompt_text
 from kvjax.cli.loading import load, warn_of_unknown
-from kvjax.cli.options import AsJson, Chunk, Dtype, Gates, Mesh, NewTokens, PolicyText, PromptFile, Sampler, Seed
+from kvjax.cli.options import (
+    AsJson,
+    Chunk,
+    Dtype,
+    Gates,
+    Mesh,
+    NewTokens,
+    PolicyText,
+    PromptFile,
+    Sampler,
+    Seed,
+    as_model,
+)
 from kvjax.cli.progress import Line
 
 TASK, LENGTH, SEED = "needles", 512, 1  # the default prompt asks for two facts; the model forgets one
@@ -19,7 +31,9 @@ def inspect(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Checkpoint folder, GGUF file, or repository on the hub. Default: the model that ships with kvjax."
+            callback=as_model,
+            metavar="MODEL",
+            help="Checkpoint folder, GGUF file, or repository on the hub. Default: the model that ships with kvjax.",
         ),
     ] = None,
     prompt: Annotated[

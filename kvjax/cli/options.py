@@ -27,10 +27,23 @@ def as_bytes(option: typer.CallbackParam, value: str | None) -> str | None:
     return value
 
 
+def as_model(value: str | None) -> str | None:
+    """The value of MODEL. Raises ValueError for the text of a policy, such as snapkv, before a hub is asked for it."""
+    if value is None or "/" in value or value == "demo" or Path(value).exists():
+        return value
+    from kvjax.policies import PRESETS
+
+    if value.partition(":")[0] in PRESETS:
+        raise ValueError(f"MODEL is {shown(value)}, a policy: expected a model, and the policy as --policy {value}")
+    return value
+
+
 Model: TypeAlias = Annotated[
     str,
     typer.Argument(
-        help="Checkpoint folder, GGUF file, repository on the hub, or demo: the model that ships with kvjax."
+        callback=as_model,
+        metavar="MODEL",
+        help="Checkpoint folder, GGUF file, repository on the hub, or demo: the model that ships with kvjax.",
     ),
 ]
 PolicyText: TypeAlias = Annotated[str, typer.Option(help="What the cache retains: PRESET or PRESET:OPTION=VALUE,...")]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvjax.checks import check_path, shown
+from kvjax.checks import check_size, shown
 from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.entries import LINES, TaskLine
 from kvjax.evaluation.grid import Grid
@@ -67,6 +67,7 @@ def run(
     Warns:
         UserWarning: questions could not be asked or answers could not be marked. These have no score.
     """
+    check_size("max_new_tokens", max_new_tokens)
     named = [{"policy": p, "name": n} for n, p in policies.items()] if isinstance(policies, Mapping) else policies
     grid = Grid.of({"policies": named, "tasks": _lines(tasks, scorer(score), max_new_tokens), **options})
     plan, load = _plan(model, grid, options)
@@ -81,6 +82,8 @@ def run(
 
 def _lines(tasks: Any, marks: Scorer, new_tokens: int) -> list[Any]:
     """The entries of a grid's tasks, of which all questions together are the last one."""
+    if not isinstance(tasks, Iterable | Task):
+        raise ValueError(f"tasks={shown(tasks)}: expected names, files *.jsonl, tasks, or questions")
     lines: list[Any] = []
     questions: list[Mapping[str, Any]] = []
     for one in [tasks] if isinstance(tasks, str | Task | Mapping) else tasks:
@@ -99,12 +102,12 @@ def _lines(tasks: Any, marks: Scorer, new_tokens: int) -> list[Any]:
 
 def _plan(model: Any, grid: Grid, options: Mapping[str, Any]) -> tuple[RunPlan, Callable[[], Asker]]:
     """The plan, and what loads the model once it is known to be good."""
-    if not isinstance(model, tuple):
-        check_path("model", model)
+    if isinstance(model, str | os.PathLike):
         plan = plan_run(grid.but(model=os.fspath(model)))
         return plan, partial(load_asker, plan)
-    if len(model) != 2 or not isinstance(model[0], Decoder):
-        raise ValueError(f"model={shown(model)}: expected a path, or the decoder and the tokenizer of kvjax.load")
+    if not isinstance(model, tuple) or len(model) != 2 or not isinstance(model[0], Decoder):
+        what = f"model={shown(model)}" if isinstance(model, tuple) else f"model is of type {type(model).__name__}"
+        raise ValueError(f"{what}: expected a path, or the decoder and the tokenizer of kvjax.load")
     if given := [name for name in OF_FILES if name in options]:
         raise ValueError(f"{given[0]}={shown(options[given[0]])} of a model that is loaded: expected it to be left out")
     params, tokenizer = model

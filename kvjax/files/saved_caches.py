@@ -20,6 +20,7 @@ from kvjax.cache import Entries, Layers, Slots, planned_pool, statics
 from kvjax.checkpoint.errors import CheckpointError, orbax_writes
 from kvjax.checkpoint.folder import ORBAX
 from kvjax.checks import check_params, check_path
+from kvjax.extend import check_same_model
 from kvjax.files import checksums
 from kvjax.files.writing import finish, new_folder
 from kvjax.kv_cache import KVCache, check_cache
@@ -27,7 +28,7 @@ from kvjax.mesh.sharding import check_batch, fetch, mesh_of, place
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.policy import Policy
-from kvjax.policy.suits import check_model
+from kvjax.policy.suits import check_is_policy, check_model
 from kvjax.runtime.modes import own_modes
 
 OWNED = re.compile(
@@ -49,13 +50,14 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder, overwrite: boo
         overwrite: whether the folder may hold files. A saved cache is then replaced, and all other files stay.
 
     Raises:
-        ValueError: for a policy that no text describes to `restore_cache`, such as one with parts of a script; if the
-            folder is not empty and `overwrite` is False, if a folder has the name of a file to write, or if another
-            process is writing the folder.
+        ValueError: for a cache of another model; for a policy that no text describes to `restore_cache`, such as one
+            with parts of a script; if the folder is not empty and `overwrite` is False, if a folder has the name of a
+            file to write, or if another process is writing the folder.
         OSError: if the folder or a file cannot be written.
     """
     check_cache(cache)
     check_params(params)
+    check_same_model(cache, params)
     check_described(cache.policy)
     arrays = _named(cache)
     facts = {
@@ -135,6 +137,8 @@ def _checked(path: Path, params: Decoder, policy: Policy | None) -> tuple[dict[s
             "statistics: expected the same parameters"
         )
     saved = parse(facts["policy"])
+    if policy is not None:
+        check_is_policy(policy)
     if policy is not None and policy != saved:
         raise ValueError(f"the cache in {path} was made by {saved}, not by {policy}")
     check_model(saved, params)

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.folder import DTYPES, locate, read_json
+from kvjax.checkpoint.folder import BESIDE, DTYPES, locate, read_json
 from kvjax.checkpoint.tensors import open_tensors
 from kvjax.checkpoint.torch_files import locate_file, read_torch
 from kvjax.checks import is_integer, shown
@@ -66,7 +66,7 @@ def read_gates(path_or_hub_id: str | os.PathLike[str]) -> Gates:
     file = locate_file(path_or_hub_id)
     if file is not None:
         return _of_file(file)
-    folder = locate(path_or_hub_id, FILES)
+    folder = locate(path_or_hub_id, FILES, BESIDE)
     if not (folder / FILES[0]).is_file():
         reason = f"it has no {FILES[0]}: expected a folder of gates, with {FILES[0]} and {FILES[1]}"
         raise CheckpointError(folder, [reason])

@@ -8,11 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.checks import shown
 from kvjax.mesh.sharding import MODEL, mesh_of
 from kvjax.models import Decoder, DecoderConfig
 
 from .budget import Budget
 from .policy import Policy
+
+
+def check_is_policy(policy: Any) -> None:
+    """Raises ValueError unless `policy` is a Policy."""
+    if not isinstance(policy, Policy):
+        given = f"policy={shown(policy)}: expected a Policy"
+        raise ValueError(f"{given}, which kvjax.policies.parse makes of a text" if isinstance(policy, str) else given)
 
 
 def check_suits(policy: Policy, config: DecoderConfig, devices: int) -> None:

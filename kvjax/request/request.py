@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from kvjax.cache import room_for
 from kvjax.checks import check_params, check_size, counted, is_integer, shown
 from kvjax.decoding.loop import Sampling
 from kvjax.decoding.sampling import Greedy, SamplingMethod
-from kvjax.extend import check_mesh, check_policy
+from kvjax.extend import check_mesh, check_policy, check_same_model
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import check_batch, fetch, mesh_of
 from kvjax.models import Decoder
@@ -110,7 +109,7 @@ class Request:
             check_template_options(chat_template_kwargs, messages=False)
         if cache is not None:
             check_policy(cache, policy)
-            check_model(cache, params)
+            check_same_model(cache, params)
             check_mesh(cache, params)
             rows = _after_pending(cache, rows)
         elif prompt is None:
@@ -172,28 +171,6 @@ def check_tokenizer(tokenizer: Any) -> None:
         raise ValueError(
             f"tokenizer is of type {type(tokenizer).__name__}: expected a tokenizer of transformers or None"
         )
-
-
-def check_model(cache: KVCache, params: Decoder) -> None:
-    """Raises ValueError if a cache has the shapes of another model."""
-    config = params.config
-    entries = cache.entries
-    expected = tuple(map(config.heads_of, range(config.num_layers)))
-    if entries.heads != expected:
-        actual, needs = (
-            " and ".join(str((layers, *kind)) for kind, layers in Counter(heads).items())
-            for heads in (entries.heads, expected)
-        )
-        raise ValueError(f"the cache has (layers, kv heads, head size) {actual}: the model needs {needs}")
-    states: list[list[tuple[int, ...]]] = [[state.memory.shape[1:] for state in each] for each in cache.recurrent]
-    own = config.recurrence
-    needed: list[list[tuple[int, ...]]] = (
-        [[]] * len(states) if own is None else [[own.memory] * count for count in own.before]
-    )
-    if states != needed:
-        raise ValueError(f"the cache has recurrent states of the shapes {states}: the model needs {needed}")
-    if (cache.rope is not None) != config.rope.depends_on_length:
-        raise ValueError(f"the cache was made by a model with another RoPE: this model's is {config.rope}")
 
 
 def _after_pending(cache: KVCache, rows: list[Int[np.ndarray, "_"]]) -> list[Int[np.ndarray, "_"]]:

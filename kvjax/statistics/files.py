@@ -18,7 +18,7 @@ from jaxtyping import Float
 from safetensors.numpy import save_file
 
 from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.folder import DTYPES, WEIGHTS, locate
+from kvjax.checkpoint.folder import BESIDE, DTYPES, WEIGHTS, locate
 from kvjax.checkpoint.tensors import open_tensors
 from kvjax.checkpoint.torch_files import locate_file, read_torch
 from kvjax.files.writing import new_folder
@@ -43,7 +43,7 @@ def holds_statistics(path_or_hub_id: str | os.PathLike[str]) -> bool:
         content = read_torch(file)
         return isinstance(content, dict) and "stats" in content
     with ExitStack() as stack:
-        stored, _ = open_tensors(locate(path_or_hub_id, FILES), stack, [])
+        stored, _ = open_tensors(locate(path_or_hub_id, FILES, BESIDE), stack, [])
         return not STATISTICS.keys().isdisjoint(stored)
 
 
@@ -63,7 +63,7 @@ def read_statistics(path_or_hub_id: str | os.PathLike[str]) -> dict[str, Float[n
     file = locate_file(path_or_hub_id)
     if file is not None:
         return _finite(file, _of_file(file))
-    folder = locate(path_or_hub_id, FILES)
+    folder = locate(path_or_hub_id, FILES, BESIDE)
     problems: list[str] = []
     with ExitStack() as stack:
         stored, _ = open_tensors(folder, stack, problems)

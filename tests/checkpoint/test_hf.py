@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.checkpoint import CheckpointError, load, load_named, read_headers, save_hf, source_of
 from kvjax.checkpoint.errors import one_line
+from kvjax.checkpoint.folder import MODEL
 from kvjax.checks import installs
 from kvjax.models import UnsupportedModelError
 from kvjax.runtime.progress import watched
@@ -155,11 +156,11 @@ def test_errors_of_other_libraries_keep_their_advice():
 
 
 def test_no_such_folder(tmp_path):
-    assert problems(load, tmp_path / "absent") == ("no such folder",)
+    assert problems(load, tmp_path / "absent") == (f"no such folder: expected {MODEL}",)
 
 
 def test_file_instead_of_folder(folder):
-    assert "expected the folder" in problems(load, folder / WEIGHTS)[0]
+    assert "it is a file in another form: expected a folder" in problems(load, folder / WEIGHTS)[0]
 
 
 def test_no_config(folder):

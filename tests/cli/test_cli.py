@@ -24,7 +24,15 @@ from tests.cli.commands import PROMPT, kv
     ("arguments", "message"),
     [
         (["info", "/no/such/folder"], "no such folder"),
-        (["generate", "/no/such/folder", PROMPT], "no such folder"),
+        (
+            ["generate", "/no/such/folder", PROMPT],
+            "no such folder: expected a folder with config.json and the weights, a",
+        ),
+        (
+            ["info", "snapkv:budget=4"],
+            "MODEL is 'snapkv:budget=4', a policy: expected a model, and the policy as --policy",
+        ),
+        (["info"], "Missing argument 'MODEL'"),
         (["generate", "MODEL", PROMPT, "--policy", "lru"], "unknown policy 'lru': expected one of"),
         (["generate", "MODEL", PROMPT, "--policy", "snapkv:size=3"], "snapkv has no option 'size'"),
         (["generate", "MODEL", PROMPT, "--policy", "snapkv:pool=sum"], "pool='sum': expected 'max' or 'avg'"),
@@ -116,7 +124,8 @@ def test_the_process_exits_with_status_2_and_no_traceback() -> None:
     command = [sys.executable, "-c", "from kvjax.cli import main; main()", "info", "/no/such/folder"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "kvjax: error: cannot load /no/such/folder: no such folder\n"
+    assert result.stderr.startswith("kvjax: error: cannot load /no/such/folder: no such folder: expected a folder")
+    assert result.stderr.count("\n") == 1
 
 
 def test_version() -> None:

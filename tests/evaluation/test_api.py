@@ -107,7 +107,10 @@ def test_a_task_combines_its_own_scores(model: Any, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"model": 5}, "model is of type int: expected a path"),
+        ({"model": 5}, "model is of type int: expected a path, or the decoder and the tokenizer of kvjax.load"),
+        ({"tasks": None}, r"tasks=None: expected names, files \*.jsonl, tasks, or questions"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: expected an integer in 1 .. 2147483647"),
+        ({"max_new_tokens": "8"}, "max_new_tokens='8': expected an integer in 1 .. 2147483647"),
         ({"model": ("a", "b")}, r"model=\('a', 'b'\): expected a path, or the decoder and the tokenizer of kvjax.load"),
         ({"dtype": "float32"}, "dtype='float32' of a model that is loaded: expected it to be left out"),
         ({"tasks": [5]}, r"tasks has 5: expected names, files \*.jsonl, tasks, or questions"),
@@ -124,3 +127,9 @@ def test_a_task_combines_its_own_scores(model: Any, monkeypatch: pytest.MonkeyPa
 def test_what_is_wrong_is_named(given: dict[str, Any], message: str, model: Any) -> None:
     with pytest.raises(ValueError, match=message):
         run(**{"model": model, "policies": ["full"], "tasks": QUESTIONS} | given)
+
+
+def test_rows_are_those_of_results() -> None:
+    folder: Any = "runs/demo"
+    with pytest.raises(ValueError, match="results is of type str: expected a Results"):
+        next(rows(folder))

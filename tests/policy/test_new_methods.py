@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from kvjax import policies
-from tests.policy.presets import SPECS
+from kvjax.policy.suits import check_attached
+from tests.policy.presets import SPECS, decoder
 
 
 @pytest.mark.parametrize("preset", policies.PRESETS.own)
@@ -18,6 +19,13 @@ def test_options_for_the_tests_of_all_presets(preset: str) -> None:
         f"define OPTIONS in tests/methods/test_{preset}.py: a tuple of the options of {preset} as text, for prompts of "
         "6 to 24 tokens, such as ('budget=12,window=4',)"
     )
+
+
+@pytest.mark.parametrize("preset", ["lookaheadkv", "kvzap", "fastkvzip", "qfilter", "triattention"])
+def test_the_decoder_of_a_preset_has_what_its_score_reads(preset: str) -> None:
+    for options in SPECS[preset]:
+        spec = f"{preset}:{options}"
+        check_attached(policies.parse(spec), decoder(spec))
 
 
 @pytest.mark.parametrize("preset", policies.PRESETS.own)

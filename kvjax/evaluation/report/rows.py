@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from kvjax.checks import installs
+from kvjax.checks import check_type, installs
 from kvjax.evaluation.report import escape
 from kvjax.evaluation.report.results import CellResults, Results, asked_by
 from kvjax.files.writing import new_file
@@ -44,8 +44,12 @@ def rows(*several: Results) -> Iterator[dict[str, Any]]:
     """A mapping per answer of the results, with the names of COLUMNS; None where a value is not known.
 
     docs/guide/your_data.md describes the columns. Answers that are missing because of an error have no row.
+
+    Raises:
+        ValueError: for what is no results.
     """
     for results in several:
+        check_type("results", results, Results)
         for cell in results.cells.values():
             seconds = _seconds(cell)
             yield from (_row(results.model, line, seconds.get(asked_by(line))) for line in cell.lines)
