@@ -122,7 +122,7 @@ class Request:
         batch = Batch.of(rows, size=1 if prompt is None else None)
         replays = cache is None or ending(cache, compress).allocate
         texts = texts_of(under, tokenizer, config.vocab_size) if replays else ()
-        sampling = None if answer is None else _sampling(answer, params, tokenizer, rows)
+        sampling = None if answer is None else _sampling(answer, params, tokenizer, rows, begins=prompt is not None)
         # Everything has been checked. From here on programs may be compiled.
         if cache is None:
             size, dtype = batch.tokens.shape[1], params.embed.dtype
@@ -206,15 +206,19 @@ def check_answer(sampler: Any, max_new_tokens: Any) -> None:
     check_size("max_new_tokens", max_new_tokens)
 
 
-def _sampling(answer: AnswerOptions, params: Decoder, tokenizer: Any, rows: Sequence[Int[np.ndarray, "_"]]) -> Sampling:
-    sampler = answer.sampler or Greedy()
+def _sampling(
+    answer: AnswerOptions, params: Decoder, tokenizer: Any, rows: Sequence[Int[np.ndarray, "_"]], *, begins: bool
+) -> Sampling:
+    sampler, suppressed = answer.sampler or Greedy(), params.card.suppressed
+    if not begins:  # the first token of what goes on is not that of the answer
+        suppressed = suppressed._replace(first=())
     ends = end_tokens(answer.eos, default_ends(params, tokenizer), len(rows))
     seen = None
     if sampler.needs_seen:
         seen = np.zeros((len(rows), params.config.vocab_size), bool)
         for marks, row in zip(seen, rows, strict=True):
             marks[row] = True
-    return Sampling(sampler, ends, _row_keys(answer.seed, len(rows)), seen, params.card.suppressed)
+    return Sampling(sampler, ends, _row_keys(answer.seed, len(rows)), seen, suppressed)
 
 
 def _row_keys(seed: Any, batch: int) -> Key[Array, "B"]:

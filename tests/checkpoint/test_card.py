@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
@@ -16,9 +18,11 @@ from kvjax.checkpoint import CheckpointError, load, restore, save, save_hf
 from kvjax.checkpoint.card import ENDS, PENALTY, REFUSED, SAMPLING, SILENT, SUPPRESSED, card_of
 from kvjax.checkpoint.gguf.config import generation
 from kvjax.decoding.sampling import Greedy, Sampler
-from kvjax.models import Decoder, config_from_hf
+from kvjax.models import Decoder, Suppressed, config_from_hf
 from kvjax.request.ends import turn_ends
+from kvjax.request.request import AnswerOptions, Request
 from kvjax.serve.schema import Completion
+from tests import tiny
 from tests.checkpoint.folders import decoder
 from tests.checkpoint.published import CONFIGS
 from tests.checkpoint.published_fields import GENERATION
@@ -198,6 +202,21 @@ def test_suppressed_tokens_are_never_drawn(tmp_path, where):
     for tokens in (np.array([hot.tokens]), np.asarray(drawn.tokens)):
         assert not np.isin(tokens, always).any()
         assert not np.isin(tokens[:, 0], first).any()
+
+
+def test_what_goes_on_begins_no_answer():
+    """The tokens that no answer begins with may be the first ones of an answer that goes on."""
+    params = decoder()
+    params.card = replace(params.card, suppressed=Suppressed((5,), (7, 8)))
+    cache = replace(tiny.empty(params, "full", np.array([4]), 4), pending=jnp.array([3]))
+
+    def suppressed(prompt: list[int] | None) -> Suppressed:
+        sampling = Request.of(params, prompt, cache=cache, answer=AnswerOptions(1)).sampling
+        assert sampling is not None
+        return sampling.suppressed
+
+    assert suppressed([1, 2]) == ((5,), (7, 8))
+    assert suppressed(None) == ((5,), ())
 
 
 def test_no_field_of_transformers_is_lost():
