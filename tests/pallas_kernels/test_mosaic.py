@@ -212,6 +212,27 @@ def test_prompts_over_cached_slots(case, slots, monkeypatch):
     check_prompt(interpreted(prompt.prompt_attention), case, slots)
 
 
+@pytest.mark.parametrize(
+    ("group", "head_dim", "dtype", "block"),
+    [
+        (5, 128, "bfloat16", (5, 384)),
+        (16, 128, "bfloat16", (16, 128)),
+        (16, 256, "bfloat16", (8, 128)),
+        (8, 256, "float32", (4, 128)),
+        (7, 512, "float32", (1, 256)),
+        (71, 64, "bfloat16", (1, 384)),
+        (128, 576, "bfloat16", (2, 128)),
+    ],
+)
+def test_query_heads_that_do_not_fit_one_block_have_several(group, head_dim, dtype, block):
+    """Those of a latent, which are many, of many channels. Every block is within the limits of rows and bytes."""
+    q, k = (jax.ShapeDtypeStruct((2, n, size, head_dim), dtype) for n, size in ((group, 384), (1, 400)))
+    t, p = (jax.ShapeDtypeStruct((2, *shape), jnp.int32) for shape in ((384,), (1, 400)))
+    jaxpr = jax.make_jaxpr(partial(by_position.by_position, scale=1.0, interpret=True))(q, k, k, t, p)
+    (call,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call")
+    assert call.params["grid_mapping"].block_mappings[0].ref_aval.shape == (*block, head_dim)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "slots"), part([x for x in PROMPT_CASES if x[1] and not x[0].bias], PROMPT_CASES[1:2])
