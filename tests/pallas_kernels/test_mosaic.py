@@ -105,6 +105,19 @@ def test_more_tiles_than_scalar_memory_holds_numbers_for_are_refused(small_tiles
         jax.eval_shape(partial(slot.slot_attention, scale=1.0), *arrays, *positions)
 
 
+def test_scores_of_more_queries_than_the_memory_holds_are_refused():
+    """The query heads of DeepSeek-V2's latents share a key of 576 channels: 128 heads, of which 32 queries fit."""
+
+    def scores(queries):
+        q, k = (jax.ShapeDtypeStruct((1, *shape, 576), jnp.bfloat16) for shape in ((128, queries), (1, 300)))
+        t, p = (jax.ShapeDtypeStruct((1, *shape), jnp.int32) for shape in ((queries,), (1, 300)))
+        return jax.eval_shape(partial(window.window_scores, scale=1.0, interpret=True), q, k, t, p)
+
+    assert scores(32).shape == (1, 1, 300)
+    with pytest.raises(NotImplementedError, match="41,943,040 bytes of queries per tile: expected at most 12,582,912"):
+        scores(300)
+
+
 @pytest.mark.slow
 def test_two_cores_share_the_heads(small_tiles, monkeypatch):
     """Cores have different numbers of steps. With one lane per batch row, neighbouring heads share its tiles."""
