@@ -1,7 +1,8 @@
 """Prompt attention on TPUs (Mosaic) over entries in any order: positions decide what each query sees.
 
 A step of the grid takes a block of the queries of one kv head, of all query heads that share it, and a tile of keys and
-values. Tiles before the first and after the last that some query of the block sees are not fetched and not computed.
+values. Where the shortest block of so many query heads is too large, some of the heads make a block. Tiles before the
+first and after the last that some query of the block sees are not fetched and not computed.
 """
 
 from __future__ import annotations
@@ -61,14 +62,15 @@ def by_position(
     """
     B, Hq, N, D = q.shape
     H, M = k.shape[1:3]
-    G = Hq // H
-    most = min(BLOCK_ROWS, BLOCK_BYTES // (D * q.dtype.itemsize))
-    rows = min(max(most // G // LANES, 1) * LANES, round_up(N, LANES))
+    most = max(min(BLOCK_ROWS, BLOCK_BYTES // (D * q.dtype.itemsize)), LANES)
+    shares = next(n for n in range(1, Hq // H + 1) if Hq // H % n == 0 and Hq // H // n * LANES <= most)
+    G = Hq // H // shares  # query heads per block
+    rows = min(most // G // LANES * LANES, round_up(N, LANES))
     size, query_blocks = tile_size(M, MOST_TILE_KEYS), -(-N // rows)
     if 2 * 4 * B * H * query_blocks > SMEM_BYTES:
         blocks = f"{B * H * query_blocks:,} blocks of {rows} queries"
         raise NotImplementedError(f"{blocks}: expected at most {SMEM_BYTES // 8:,}, for the scalar memory")
-    q = pad(q, -N % rows, axis=2).reshape(B * H, G, query_blocks * rows, D)
+    q = pad(q, -N % rows, axis=2).reshape(B * H * shares, G, query_blocks * rows, D)
     t = pad(q_positions.astype(jnp.int32), -N % rows, axis=1, value=-1)
     spans = span(jnp.swapaxes(visible_tiles(t, k_positions, rows=rows, keys=size, window=window), 2, 3))
     first, last = spans[..., 0].reshape(-1), spans[..., 1].reshape(-1)
@@ -78,18 +80,19 @@ def by_position(
 
     def tile(n: Array, i: Array, j: Array, first: Any, last: Any) -> Array:
         """The tile of step j. After the last visible tile it is that tile again, so that nothing is fetched."""
-        at = n * query_blocks + i
+        at = div(n, shares) * query_blocks + i
         return jnp.minimum(first[at] + j, jnp.maximum(last[at] - 1, 0))
 
     def of_queries(channels: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, G, rows, channels), lambda n, i, j, *_: (n, 0, i, 0))
 
-    line = pl.BlockSpec((None, 1, size), lambda n, i, j, *spans: (n, 0, tile(n, i, j, *spans)))
+    line = pl.BlockSpec((None, 1, size), lambda n, i, j, *spans: (div(n, shares), 0, tile(n, i, j, *spans)))
     entries_last = pl.BlockSpec((None, D, size), line.index_map)
-    channels_last = pl.BlockSpec((None, size, D), lambda n, i, j, *spans: (n, tile(n, i, j, *spans), 0))
+    channels_last = pl.BlockSpec((None, size, D), lambda n, i, j, *spans: (div(n, shares), tile(n, i, j, *spans), 0))
     out, lse = pl.pallas_call(
         partial(
             _kernel,
+            shares=shares,
             query_blocks=query_blocks,
             size=size,
             entries=M,
@@ -100,10 +103,10 @@ def by_position(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(B * H, query_blocks, jnp.maximum(jnp.max(last - first), 1)),
+            grid=(B * H * shares, query_blocks, jnp.maximum(jnp.max(last - first), 1)),
             in_specs=[
                 of_queries(D),
-                pl.BlockSpec((None, 1, rows), lambda n, i, j, *_: (div(n, H), 0, i)),
+                pl.BlockSpec((None, 1, rows), lambda n, i, j, *_: (div(n, H * shares), 0, i)),
                 *[entries_last if transposed else channels_last] * 2,
                 *[line] * len(per_entry),
             ],
@@ -112,13 +115,13 @@ def by_position(
         ),
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((B * H, query_blocks, 1, G * rows), jnp.float32),
+            jax.ShapeDtypeStruct((B * H * shares, query_blocks, 1, G * rows), jnp.float32),
         ],
         compiler_params=compiler_params("parallel", "parallel", "arbitrary"),
         interpret=interpret,
         name="prompt_attention",
     )(first, last, q, t[:, None], *entries, *per_entry)
-    lse = jnp.swapaxes(lse.reshape(B * H, query_blocks, G, rows), 1, 2)
+    lse = jnp.swapaxes(lse.reshape(-1, query_blocks, G, rows), 1, 2)
     return out.reshape(B, Hq, -1, D)[:, :, :N], lse.reshape(B, Hq, -1)[:, :, :N]
 
 
@@ -131,6 +134,7 @@ def _kernel(
     v: Any,
     p: Any,
     *refs: Any,
+    shares: int,
     query_blocks: int,
     size: int,
     entries: int,
@@ -139,16 +143,17 @@ def _kernel(
     softcap: float | None,
     transposed: bool,
 ) -> None:
-    """Adds a tile to the softmax of query block i of head n, and writes the block's results at the last step.
+    """Adds a tile to the softmax of block i of some query heads n, and writes the block's results at the last step.
 
     Args:
+        shares: blocks side by side that have the query heads of one kv head.
         size: entries per tile.
         entries: M.
     """
     *bias, out, lse, positions = refs[:-3]
     softmax = SoftmaxScratch(*refs[-3:])
     n, i, j = (pl.program_id(axis) for axis in range(3))
-    at = n * query_blocks + i
+    at = div(n, shares) * query_blocks + i
     place = first[at] + j
 
     @pl.when(j == 0)

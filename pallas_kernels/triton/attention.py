@@ -22,7 +22,7 @@ from ..arrays import after_last
 from ..quantized import QuantizedArray
 from ..softmax import finite_or_zero
 from .attention_kernel import SCANNED, ExtraReduction, ExtraRows, attend_kernel
-from .blocks import Blocks, Work, measured, power_of_two
+from .blocks import Blocks, Work, measured, power_of_two, small_cores
 from .codes import code_rows
 from .common import PROGRAMS
 
@@ -48,29 +48,35 @@ class AttendOutput(NamedTuple):
     scores: Float[Array, "B P T"] | None
 
 
-def attend_blocks(rows: int, k: Any, extra: int = 0) -> Blocks:
+def attend_blocks(rows: int, k: Any, extra: int = 0, value_dim: int = 0) -> Blocks:
     """Tile sizes for this GPU: measured, or by rule from the number of rows, the head size and the stored size.
 
-    By the rule, keys and values of a tile take 32 KiB. A core of any GPU since the A100 holds three such tiles twice.
-    Quantised tiles take less memory, but registers twice: as codes and as numbers.
+    By the rule, keys and values of a tile take 32 KiB. Beside the query rows there are as many tiles as stages, less
+    one. Where a core is small, 32 KiB of query rows leave room for one tile. Quantised tiles take less memory, but
+    registers twice: as codes and as numbers.
 
     Args:
         rows: query rows per kv head.
         k: keys [..., D], an array or a QuantizedArray.
         extra: extra query rows per kv head. More than 32 take the memory of half a tile.
+        value_dim: channels of values, if they may be more than those of keys.
     """
     found = None if extra else measured(Work.of("attend", rows, k))
     if found is not None:
         return found
     quantized, head_dim, part = isinstance(k, QuantizedArray), k.shape[-1], 2 if extra > 32 else 1
-    if jnp.dtype(k.dtype).itemsize == 4:  # float32 uses no tensor cores, and more registers
-        return Blocks(min(power_of_two(rows), 32), 16 if quantized else 32 // part, warps=8, stages=2)
-    slots = max(16, 8 * 1024 // power_of_two(head_dim) // part)
+    channels = power_of_two(max(head_dim, value_dim))
+    itemsize = jnp.dtype(k.dtype).itemsize
+    full = small_cores() and channels > 128 and (power_of_two(rows) + extra) * itemsize >= 128  # with one tile
+    if itemsize == 4:  # float32 uses no tensor cores, and more registers
+        return Blocks(min(power_of_two(rows), 32), 16 if quantized or full else 32 // part, warps=8, stages=2)
+    slots = max(16, 8 * 1024 // channels // part)
     if quantized and rows > 32:
         return Blocks(64 if head_dim <= 128 else 32, max(16, slots // 2), warps=4, stages=3)
     if rows > 64 and head_dim <= 128:
         return Blocks(128, slots, warps=8, stages=3)
-    return Blocks(min(power_of_two(rows), 64), slots, warps=4, stages=3)
+    # Four warps would spill 60 bytes of a thread's registers where two tiles do not fit.
+    return Blocks(min(power_of_two(rows), 64), slots, *((8, 2) if full else (4, 3)))
 
 
 def attend(
@@ -111,7 +117,7 @@ def attend(
     W = q_positions.shape[1]
     Dv = D if v is None else v.shape[-1]
     Dp, Dvp = power_of_two(D), power_of_two(Dv)
-    blocks = blocks or attend_blocks(R, k, 0 if extra is None else extra.lse.shape[2])
+    blocks = blocks or attend_blocks(R, k, 0 if extra is None else extra.lse.shape[2], Dv)
     height = None if extra is not None else code_rows(R, k, v)
     if height is not None:
         blocks = blocks._replace(rows=height)

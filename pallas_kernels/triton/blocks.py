@@ -7,6 +7,7 @@ table has no entry for its work.
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -72,6 +73,14 @@ def power_of_two(size: int, least: int = 16) -> int:
     Triton takes tiles of no other size, and its matrix products none below 16.
     """
     return max(least, pl.next_power_of_2(size))
+
+
+def small_cores() -> bool:
+    """Whether a program has 99 KiB of shared memory, as on an RTX 4090 or an L4. Elsewhere it has 163 or more.
+
+    A device compiled for ahead is not known.
+    """
+    return re.fullmatch(r"8\.[69]|12\.\d", getattr(jax.local_devices()[0], "compute_capability", "8.0")) is not None
 
 
 def measured(work: Work) -> Blocks | None:

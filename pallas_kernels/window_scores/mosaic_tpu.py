@@ -20,6 +20,7 @@ from ..mosaic_tpu.common import (
     LANES,
     SMEM_BYTES,
     SUBLANES,
+    VMEM_BYTES,
     Interpret,
     as_column,
     check,
@@ -58,7 +59,7 @@ def window_scores(
 
     Raises:
         NotImplementedError: for dtypes that differ or are not float32 or bfloat16; for more tiles of keys than scalar
-            memory holds bounds for.
+            memory holds bounds for; for a tile of queries of which two fill three quarters of the chip's memory.
     """
     check(q, k)
     B, Hq, W, D = q.shape
@@ -71,6 +72,9 @@ def window_scores(
     most = SMEM_BYTES // (8 * B * H) - 1
     if key_blocks > most:
         raise NotImplementedError(f"{key_blocks} tiles of keys for each of {B * H} heads: expected at most {most}")
+    nbytes = G * rows * round_up(D, LANES) * q.dtype.itemsize
+    if nbytes > VMEM_BYTES * 3 // 8:
+        raise NotImplementedError(f"{nbytes:,} bytes of queries per tile: expected at most {VMEM_BYTES * 3 // 8:,}")
     q = pad(q.reshape(B * H, G, W, D), -W % rows, axis=2)
     t = pad(q_positions.astype(jnp.int32), query_blocks * padded_rows - W, axis=1, value=-1)
     p = k_positions.astype(jnp.int32).reshape(B * H, 1, M)

@@ -105,6 +105,14 @@ def test_more_tiles_than_scalar_memory_holds_numbers_for_are_refused(small_tiles
         jax.eval_shape(partial(slot.slot_attention, scale=1.0), *arrays, *positions)
 
 
+def test_scores_of_more_queries_than_the_memory_holds_are_refused():
+    """128 query heads of DeepSeek-V2 share a key of 576 channels. A tile would have 256 queries of each."""
+    q, k = (jax.ShapeDtypeStruct((1, *shape, 576), jnp.bfloat16) for shape in ((128, 300), (1, 300)))
+    t, p = (jax.ShapeDtypeStruct((1, *shape), jnp.int32) for shape in ((300,), (1, 300)))
+    with pytest.raises(NotImplementedError, match="41,943,040 bytes of queries per tile: expected at most 12,582,912"):
+        jax.eval_shape(partial(window.window_scores, scale=1.0), q, k, t, p)
+
+
 @pytest.mark.slow
 def test_two_cores_share_the_heads(small_tiles, monkeypatch):
     """Cores have different numbers of steps. With one lane per batch row, neighbouring heads share its tiles."""
@@ -210,6 +218,24 @@ def test_prompts_over_cached_slots(case, slots, monkeypatch):
     monkeypatch.setattr(by_position, "BLOCK_ROWS", 1)
     monkeypatch.setattr(by_position, "MOST_TILE_KEYS", 128)
     check_prompt(interpreted(prompt.prompt_attention), case, slots)
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "dtype", "block"),
+    [
+        (16, 128, "bfloat16", (16, 128)),
+        (16, 256, "bfloat16", (8, 128)),
+        (71, 64, "bfloat16", (1, 384)),
+        (128, 576, "bfloat16", (2, 128)),
+    ],
+)
+def test_query_heads_that_do_not_fit_one_block_have_several(group, head_dim, dtype, block):
+    """Those of a latent, which are many, of many channels. Every block is within the limits of rows and bytes."""
+    q, k = (jax.ShapeDtypeStruct((2, n, size, head_dim), dtype) for n, size in ((group, 384), (1, 400)))
+    t, p = (jax.ShapeDtypeStruct((2, *shape), jnp.int32) for shape in ((384,), (1, 400)))
+    jaxpr = jax.make_jaxpr(partial(by_position.by_position, scale=1.0, interpret=True))(q, k, k, t, p)
+    (call,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call")
+    assert call.params["grid_mapping"].block_mappings[0].ref_aval.shape == (*block, head_dim)
 
 
 @pytest.mark.slow

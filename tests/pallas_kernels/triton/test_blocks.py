@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -39,3 +42,20 @@ def test_the_table_holds_sizes_that_triton_accepts() -> None:
             assert all(n & (n - 1) == 0 for n in (rows, slots, warps)), (kind, name)
             assert min(rows, slots) >= 16, (kind, name)
             assert max(warps, stages) <= 16, (kind, name)
+
+
+@pytest.mark.parametrize(("capability", "room"), [("8.6", 99), ("8.9", 99), ("12.0", 99), ("8.0", 163), ("9.0", 227)])
+def test_query_rows_and_tiles_fit_the_shared_memory_of_a_core(monkeypatch, capability: str, room: int) -> None:
+    """By the sum that the compiler reports: a tile per stage but one, the query rows, and 5 KiB for weights."""
+    device = SimpleNamespace(device_kind="another", compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    sizes = product([1, 16, 17, 32, 33, 64, 65, 900], [64, 80, 96, 112, 128, 160, 192, 256], ["bfloat16", "float32"])
+    for rows, D, dtype in sizes:
+        k = jax.ShapeDtypeStruct((2, 8, 2048, D), dtype)
+        for value_dim, extra in [(D, 0), (256, 0), *[(D, 32)] * (rows <= 16)]:
+            found = attend_blocks(rows, k, extra, value_dim)
+            keys, values = map(blocks.power_of_two, (D, value_dim))
+            numbers = (found.stages - 1) * found.slots * (keys + values) + (found.rows + extra) * keys
+            # Registers hold the weights of 128 rows.
+            taken = numbers * k.dtype.itemsize + (5 << 10 if found.rows < 128 else 1 << 10)
+            assert taken <= room << 10, (rows, D, value_dim, extra, dtype, found, taken)
