@@ -59,8 +59,8 @@ class Chunks(SelectWrapper):
         check_kind("base", self.base, Select)
         if self.base.compares != "scores":
             raise ValueError(
-                f"{type(self).__name__}: its base selects by {type(self.base).__name__}; choose a base that retains "
-                "the highest scores one by one, by TopTokens"
+                f"Chunks: its base selects by {type(self.base).__name__}; choose a base that retains the highest "
+                "scores one by one, by TopTokens"
             )
 
     @property

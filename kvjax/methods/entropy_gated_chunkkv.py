@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.policy import Policy, Ranked, check_integer, check_kind
+from kvjax.policy import Policy, Ranked, Select, SelectWrapper, check_integer, check_kind
 
-from .chunkkv import Chunks
 from .registry import preset
 from .snapkv import snapkv
 
@@ -32,7 +31,7 @@ TINY = 1e-8  # in the shares of a chunk's tokens and in their logarithms, as in 
 
 
 @dataclass(frozen=True)
-class GatedChunks(Chunks):
+class GatedChunks(SelectWrapper):
     """Retains chunks of `length` consecutive positions in all heads, and only `few` tokens of those with low entropy.
 
     The score of a token is its mean over the kv heads of the layer. With p_t the share of token t in the sum of its
@@ -56,9 +55,18 @@ class GatedChunks(Chunks):
     few: int = 4
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_integer("few", self.few, least=1)
         check_integer("length", self.length, least=self.few + 1)
+        check_kind("base", self.base, Select)
+        if self.base.compares != "scores":
+            raise ValueError(
+                f"GatedChunks: its base selects by {type(self.base).__name__}; choose a base that retains the highest "
+                "scores one by one, by TopTokens"
+            )
+
+    @property
+    def compares(self) -> Literal["scores", "means", "other"]:
+        return "means"
 
     def keep(self, ranked: Ranked) -> Int[Array, "B H size"]:
         scores, heads = ranked.scores, ranked.heads
