@@ -76,7 +76,7 @@ def power_of_two(size: int, least: int = 16) -> int:
 
 
 def small_cores() -> bool:
-    """Whether a program has 99 KiB of shared memory, as on an RTX 4090 or an L4. Elsewhere it has 163 or more.
+    """Returns whether a program has 99 KiB of shared memory, as on an RTX 4090 or an L4. Elsewhere it has 163 or more.
 
     A device compiled for ahead is not known.
     """
