@@ -67,8 +67,8 @@ def rows_of(
         prompt, mask = prompt["input_ids"], prompt.get("attention_mask")
     if isinstance(prompt, str):
         prompt = [prompt]
-    elif hasattr(prompt, "__array__"):
-        prompt = np.atleast_1d(prompt)  # every row of an array on a device would be a compiled slice
+    elif hasattr(prompt, "__array__") and np.ndim(prompt) > 0:
+        prompt = np.asarray(prompt)  # every row of an array on a device would be a compiled slice
     elif not isinstance(prompt, list | tuple):
         raise ValueError(f"the prompt is of type {type(prompt).__name__}: {EXPECTED}")
     if len(prompt) == 0:

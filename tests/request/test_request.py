@@ -64,6 +64,7 @@ BAD_PROMPTS = {
     "texts": (["a text"], "expected tokenizer="),
     "a dictionary": ({"role": "user"}, "the prompt is of type dict with the keys"),
     "a number": (7, "the prompt is of type int: expected a string"),
+    "a number of NumPy": (np.int32(7), "the prompt is of type int32: expected a string"),
 }
 
 
