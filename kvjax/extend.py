@@ -121,8 +121,8 @@ def check_policy(cache: KVCache, policy: Policy | None) -> None:
     """Raises ValueError unless `policy` is None or the one that made the cache."""
     if policy is not None:
         check_is_policy(policy)
-    if policy is not None and policy != cache.policy:
-        raise ValueError(f"this cache was made by {cache.policy} and cannot be extended with {shown(policy)}")
+        if policy != cache.policy:
+            raise ValueError(f"this cache was made by {cache.policy} and cannot be extended with {shown(policy)}")
 
 
 def check_same_model(cache: KVCache, params: Decoder) -> None:

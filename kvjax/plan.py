@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from kvjax.attend import ReadPlan
 from kvjax.cache import UNLIMITED, Entries, Layers, Slots, bucket, planned_pool, room_for
+from kvjax.checkpoint.folder import DTYPE_NAMES, DTYPES
 from kvjax.checks import check_size, check_type, dtype_of, shown
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.heads import ALL_HEADS
@@ -25,7 +26,6 @@ from kvjax.runtime.memory import tree_bytes
 from kvjax.runtime.modes import own_modes
 
 Tree = TypeVar("Tree")
-HELD = ("float32", "bfloat16", "float16")  # dtypes of weights, and so of keys and values
 
 
 @own_modes()
@@ -56,8 +56,8 @@ def plan_cache(
     check_sizes(batch=batch, length=length, new_tokens=new_tokens)
     check_type("config", config, DecoderConfig)
     check_is_policy(policy)
-    if dtype_of(dtype) not in map(jnp.dtype, HELD):
-        raise ValueError(f"dtype={shown(dtype)}: expected one of {', '.join(HELD)}")
+    if dtype_of(dtype) not in DTYPES.values():  # of weights, and so of keys and values
+        raise ValueError(f"dtype={shown(dtype)}: expected one of {DTYPE_NAMES}")
     dtype = dtype_of(dtype)
     mesh = None if mesh is None else fit_mesh(mesh, config)
     check_batch(batch, mesh)

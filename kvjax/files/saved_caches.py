@@ -139,8 +139,8 @@ def _checked(path: Path, params: Decoder, policy: Policy | None) -> tuple[dict[s
     saved = parse(facts["policy"])
     if policy is not None:
         check_is_policy(policy)
-    if policy is not None and policy != saved:
-        raise ValueError(f"the cache in {path} was made by {saved}, not by {policy}")
+        if policy != saved:
+            raise ValueError(f"the cache in {path} was made by {saved}, not by {policy}")
     check_model(saved, params)
     return facts, _like(params, saved, facts)
 
