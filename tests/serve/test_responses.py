@@ -26,7 +26,7 @@ def parsed(**fields: Any) -> Responses:
 
 @pytest.fixture(scope="module")
 def calling() -> Iterator[Serving]:
-    yield from scripted_serving([FORMS["hermes"][0], "It is 3."])
+    yield from scripted_serving([FORMS["hermes"][0], "It is 3."], guided=True)
 
 
 def test_text(serving: Serving) -> None:
