@@ -156,7 +156,7 @@ def decoder(spec: str) -> Decoder:
     return tiny.decoder(
         8,
         windows=(None, None) if layers_differ else (None,),
-        gates=bool(policy.score.needs.gates or policy.score.needs.statistics),
+        gates=bool(policy.learned or policy.score.needs.gates or policy.score.needs.statistics),
     )
 
 

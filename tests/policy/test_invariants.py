@@ -159,9 +159,12 @@ def whole_pages(policy, heads, row, budget) -> list[list[int]]:
 
 def check_allocation(policy: Policy, layers: list[list[list[int]]], length: int, decoded: int) -> None:
     """Checks the total that an allocated budget retains of a row, and that the answer is added to it if it grows."""
-    heads, seen = [head for layer in layers for head in layer], length + decoded
+    heads = [head for layer in layers for head in layer]
     mean, recent = budget_of(policy, 0, length), policy.protect.recent
     assert mean is not None
+    if policy.learned is not None and mean < length:  # its tokens follow the prompt, and the budget pays for them
+        length, recent = length + policy.learned.count, recent + policy.learned.count
+    seen = length + decoded
     read, answer = (length, decoded) if policy.every is None else (seen, 0)
     last = range(max(0, read - recent), seen)
     for held in heads:
