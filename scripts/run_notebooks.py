@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
-SECONDS = 300  # per cell, on a busy machine
+SECONDS = 900  # per cell, on a busy machine
 
 
 def executed(path: Path) -> nbformat.NotebookNode:
