@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -219,12 +218,9 @@ class Ticket:
 
 def _row(name: str, prompt: Prompt, tokenizer: Any, vocab_size: int, **options: Any) -> Int[np.ndarray, "N"]:
     """The token ids of a prompt, which must be a single one. The options are those of `rows_of`."""
-    try:
-        rows = rows_of(prompt, tokenizer, vocab_size, **options)
-    except ValueError as error:  # of a prompt that may be the prefix, and one of several requests
-        raise ValueError(re.sub("(row 0 of )?the prompt", f"the {name}", str(error), count=1)) from None
-    if not is_single(prompt) or len(rows) != 1:
+    rows = rows_of(prompt, tokenizer, vocab_size, name=f"the {name}", **options)
+    if not is_single(prompt):
         raise ValueError(
             f"the {name} has {counted(len(rows), 'row')}: expected one prompt per request, without a batch axis"
         )
-    return rows[0].astype(np.int32)
+    return rows[0]

@@ -106,7 +106,7 @@ class Request:
                 chat_template_kwargs=chat_template_kwargs,
             )
         else:
-            check_template_options(chat_template_kwargs, messages=False)
+            check_template_options(chat_template_kwargs, "the prompt", messages=False)
         if cache is not None:
             check_policy(cache, policy)
             check_same_model(cache, params)

@@ -53,13 +53,13 @@ BAD_PROMPTS = {
     "empty row": ([[1], []], "row 1 of the prompt is empty: expected at least one token"),
     "empty rows of an array": (np.zeros((2, 0), np.int32), "row 0 of the prompt is empty"),
     "beyond the vocabulary": ([[1], [2, 60]], "row 1 of the prompt contains the id 60: expected ids in 0 .. 59"),
-    "below zero": ([1, -1], "row 0 of the prompt contains the id -1: expected ids in 0 .. 59"),
-    "floats": ([1.0, 2.0], "row 0 of the prompt is float64 .* expected integers"),
+    "below zero": ([1, -1], "the prompt contains the id -1: expected ids in 0 .. 59"),
+    "floats": ([1.0, 2.0], "the prompt is float64 .* expected integers"),
     "float array": (jnp.ones((1, 3)), "row 0 of the prompt is float32 .* expected integers"),
-    "booleans": (np.ones(3, bool), "row 0 of the prompt is bool .* expected integers"),
+    "booleans": (np.ones(3, bool), "the prompt is bool .* expected integers"),
     "three axes": (np.zeros((1, 2, 3), np.int32), r"row 0 of the prompt is int32 of shape \(2, 3\)"),
     "lists of lists of lists": ([[[1], [2, 3]]], "row 0 of the prompt is object"),
-    "ids and rows": ([1, [2, 3]], "row 0 of the prompt is object"),
+    "ids and rows": ([1, [2, 3]], "the prompt is object"),
     "text": ("a text", "expected tokenizer="),
     "texts": (["a text"], "expected tokenizer="),
     "a dictionary": ({"role": "user"}, "the prompt is of type dict with the keys"),
@@ -162,7 +162,7 @@ def test_chat_messages(fresh: Decoder, tokenizer: Any, compiled: list[str]) -> N
     for call in (kvjax.generate, kvjax.prefill, kvjax.stream):
         with pytest.raises(ValueError, match="no chat template"):
             call(fresh, [{"role": "user", "content": "ba"}], tokenizer=tokenizer)
-        with pytest.raises(ValueError, match="message 0 of row 0 is"):
+        with pytest.raises(ValueError, match="message 0 of the prompt is"):
             call(fresh, [{"role": "user"}], tokenizer=tokenizer)
     assert compiled == []
 
