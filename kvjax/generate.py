@@ -202,11 +202,11 @@ def generate(
     said: list[str] | None = None
     if stops:
         rows = [RowText(tokenizer, stops) for _ in request.batch.lengths]
-        state, said = clock.run("decode", decode_until, params, state, logits, int(max_new_tokens), rows)
+        state, said = clock.run("decode", decode_until, params, state, logits, request.limit, rows)
     elif closely_watched():
-        state = clock.run("decode", decode_in_parts, params, state, logits, int(max_new_tokens))
+        state = clock.run("decode", decode_in_parts, params, state, logits, request.limit)
     else:
-        state, _ = clock.run("decode", decode, params, state, logits, np.int32(max_new_tokens))
+        state, _ = clock.run("decode", decode, params, state, logits, np.int32(request.limit))
     answers, cache = state.answers, state.cache
     lengths = fetch(answers.lengths)
     longest = int(lengths.max())
@@ -232,7 +232,7 @@ def generate(
             decode_seconds=clock.seconds["decode"],
             compile_seconds=clock.seconds["compile"],
             cache_bytes=cache.nbytes,
-            full_cache_bytes=full_bytes(cache, params.config, read, int(max_new_tokens)),
+            full_cache_bytes=full_bytes(cache, params.config, read, request.limit),
         ),
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.checks import check_truth, counted, shown
+from kvjax.checks import check_truth, checked_size, counted, shown
 from kvjax.decoding.grammars import Grammars
 from kvjax.decoding.loop import NOT_FINITE, not_finite
 from kvjax.decoding.row_samplers import RowSamplers
@@ -21,7 +21,7 @@ from kvjax.models import NONE_SUPPRESSED, Suppressed
 from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens, end_tokens
 from kvjax.request.prompts import Prompt, is_single, rows_of
-from kvjax.request.request import check_answer, is_seed
+from kvjax.request.request import check_sampler, is_seed
 
 from .guide import Guide, Guided
 from .handle import Feed, Finish, Token, Top
@@ -104,8 +104,9 @@ class Ticket:
         Raises:
             ValueError: for whatever the engine does not accept. The message says what is expected.
         """
-        limit = sizes.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
-        check_answer(options.sampler, limit)
+        check_sampler(options.sampler)
+        asked = sizes.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
+        limit = checked_size("max_new_tokens", asked)
         if limit > sizes.max_new_tokens:
             raise ValueError(f"max_new_tokens={limit}: expected at most the engine's {sizes.max_new_tokens}")
         if not is_seed(options.seed):
@@ -155,7 +156,7 @@ class Ticket:
                 suppressed=suppressed,
             ),
             ends=closes,
-            limit=int(limit),
+            limit=limit,
             log_probs=options.log_probs,
             text=None if tokenizer is None else RowText(tokenizer, stops, named),
             shown=named,

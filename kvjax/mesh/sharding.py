@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from kvjax.checks import check_params, counted, is_integer, shown
+from kvjax.checks import check_params, checked_size, counted, shown
 from kvjax.models import Decoder, DecoderConfig
 
 DATA, MODEL, REPLICA = "data", "model", "replica"
@@ -36,9 +36,7 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     Raises:
         ValueError: a size is not an integer >= 1, or the number of devices does not match.
     """
-    for name, size in ((DATA, data), (MODEL, model)):
-        if not is_integer(size) or size < 1:
-            raise ValueError(f"{name}={shown(size)}: expected an integer >= 1")
+    data, model = checked_size(DATA, data), checked_size(MODEL, model)
     given = devices if isinstance(devices, list | tuple | np.ndarray) else ()
     if devices is not None and not (len(given) and all(isinstance(device, jax.Device) for device in given)):
         raise ValueError(f"devices is of type {type(devices).__name__}: expected a list of JAX devices")

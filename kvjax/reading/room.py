@@ -189,7 +189,7 @@ def with_room(cache: KVCache, room: int) -> KVCache:
     check_cache(cache)
     if not is_integer(room) or not 0 <= room <= LARGEST:
         raise ValueError(f"room={shown(room)}: expected an integer in 0 .. {LARGEST}")
-    size = cache.entries.growth(usage(cache), cache.rooms(room), windows=cache.windows)
+    size = cache.entries.growth(usage(cache), cache.rooms(int(room)), windows=cache.windows)
     if size is None:
         return cache
     check_fits(cache, size)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax import policies
 from kvjax.cache import room_for
-from kvjax.checks import check_params, check_size, counted, is_integer, shown
+from kvjax.checks import check_params, checked_size, counted, is_integer, shown
 from kvjax.decoding.loop import Sampling
 from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.extend import check_mesh, check_policy, check_same_model
@@ -56,7 +56,7 @@ class Request:
         texts: token ids that the policy's score replays after the prompt.
         chunk: the number of tokens to read at a time; None reads the prompt in one piece.
         compress: when to compress, as `generate` documents it.
-        room: the number of slots to leave for the answer.
+        limit: the most tokens of the answer; 0 if none is asked for.
         sampling: None if no answer is asked for.
     """
 
@@ -65,7 +65,7 @@ class Request:
     texts: Texts = ()
     chunk: int | None = None
     compress: Compress = "auto"
-    room: int = 0
+    limit: int = 0
     sampling: Sampling | None = None
 
     @classmethod
@@ -92,8 +92,10 @@ class Request:
         config, policy = params.config, as_policy(policy)
         if cache is not None and not isinstance(cache, KVCache):
             raise ValueError(f"cache={shown(cache)}: expected a KVCache or None")
+        limit = 0
         if answer is not None:
-            check_answer(answer.sampler, answer.max_new_tokens)
+            check_sampler(answer.sampler)
+            limit = checked_size("max_new_tokens", answer.max_new_tokens)
         check_reading(chunk, compress)
         rows = []
         if prompt is not None:
@@ -131,11 +133,15 @@ class Request:
             cache = cache.private() if cache.batch_size == len(rows) else cache.repeated(len(rows))
             if not cache.filled:
                 cache = cache.for_prompts(fetch(cache.length) + batch.lengths)
-        limit = 0 if answer is None else int(answer.max_new_tokens)
         longest = int(np.max(fetch(cache.length) + batch.lengths)) + limit
         if (told := beyond(config, longest, "the request reaches")) is not None:
             warnings.warn(told, stacklevel=4)  # the caller of a public function, which `own_modes` wraps
-        return cls(batch, cache, texts, chunk, compress, room_for(limit), sampling)
+        return cls(batch, cache, texts, None if chunk is None else int(chunk), compress, limit, sampling)
+
+    @property
+    def room(self) -> int:
+        """The number of slots to leave for the answer."""
+        return room_for(self.limit)
 
 
 def read_request(params: Decoder, request: Request) -> tuple[Float[Array, "B V"], KVCache]:
@@ -199,11 +205,10 @@ def texts_of(policy: Policy, tokenizer: Any, vocab_size: int) -> Texts:
     return texts
 
 
-def check_answer(sampler: Any, max_new_tokens: Any) -> None:
-    """Raises ValueError for a sampler or a number of tokens that is not accepted."""
+def check_sampler(sampler: Any) -> None:
+    """Raises ValueError unless `sampler` is None or a sampler."""
     if sampler is not None and not isinstance(sampler, SamplingMethod):
         raise ValueError(f"sampler={shown(sampler)}: expected kvjax.Greedy(), kvjax.Sampler(...) or None")
-    check_size("max_new_tokens", max_new_tokens)
 
 
 def _sampling(
