@@ -72,7 +72,7 @@ def run(
     named = [{"policy": p, "name": n} for n, p in policies.items()] if isinstance(policies, Mapping) else policies
     grid = Grid.of({"policies": named, "tasks": _lines(tasks, scorer(score), max_new_tokens), **options})
     plan, load = _plan(model, grid, options)
-    with tempfile.TemporaryDirectory(prefix="kvjax-") if out is None else nullcontext(out) as folder:
+    with tempfile.TemporaryDirectory(prefix="kvjax-") if place is None else nullcontext(place) as folder:
         summary = run_plan(plan, load, Path(folder), watch)
         if summary.errors:
             more = f" (and {len(summary.errors) - 1:,} more)" if len(summary.errors) > 1 else ""

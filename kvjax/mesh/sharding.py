@@ -30,16 +30,19 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     Args:
         data: the number of devices that batches are sharded over.
         model: the number of devices that heads, experts and MLP columns are sharded over.
-        devices: exactly data * model devices. By default the first available ones, in an order that suits their
-            interconnect.
+        devices: exactly data * model devices, each once. By default the first available ones, in an order that suits
+            their interconnect.
 
     Raises:
-        ValueError: a size is not an integer >= 1, or the number of devices does not match.
+        ValueError: a size is not an integer in 1 .. 2**31 - 1, the number of devices does not match, or one is there
+            twice.
     """
     data, model = checked_size(DATA, data), checked_size(MODEL, model)
     given = devices if isinstance(devices, list | tuple | np.ndarray) else ()
     if devices is not None and not (len(given) and all(isinstance(device, jax.Device) for device in given)):
         raise ValueError(f"devices is of type {type(devices).__name__}: expected a list of JAX devices")
+    if len(set(given)) < len(given):
+        raise ValueError(f"devices={shown(given)} has a device twice: expected each once")
     available = jax.device_count() if devices is None else len(devices)
     if available < data * model or (devices is not None and available > data * model):
         known = f"there are {available} ({jax.default_backend()})" if devices is None else f"{available} were given"
