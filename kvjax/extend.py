@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -42,7 +43,9 @@ def extend(
     Args:
         params: the decoder, an nnx module as `load` returns it.
         cache: from `empty_cache`, `prefill`, `generate` or an earlier call.
-        tokens: right-aligned: the tokens of row b are the last `lengths[b]` of its N. int32.
+        tokens: right-aligned: the tokens of row b are the last `lengths[b]` of its N. int32. After `generate`, the
+            first token of a row is `cache.pending[b]`, which has no entry yet. None is pending in a row that was
+            extended.
         lengths: the number of tokens of each row, 0 .. N; a row of length 0 stays as it is. All N by default.
         policy: a check; it must be the policy that made the cache.
         compress: "auto" compresses a cache that is being filled, or whose policy evicts while decoding. "end" always
@@ -88,6 +91,7 @@ def extend(
         logits, extended = read_prompt(params, cache, Batch(tokens, lengths), compress=compress, traced=traced)
     if traced or not on_host:  # what cannot be an error here shows in the logits
         unsure = traced and (steps or cache.entries.preallocates)
+    extended = replace(extended, pending=jnp.where(lengths > 0, -1, cache.pending))
         logits = _marked(logits, cache if unsure else None, lengths, columns=new)
     return logits, extended
 

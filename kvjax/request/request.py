@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -136,6 +136,8 @@ class Request:
         longest = int(np.max(fetch(cache.length) + batch.lengths)) + limit
         if (told := beyond(config, longest, "the request reaches")) is not None:
             warnings.warn(told, stacklevel=4)  # the caller of a public function, which `own_modes` wraps
+            nothing = jnp.asarray(np.full(len(rows), -1, np.int32))  # the batch has the tokens that were pending
+            cache = replace(cache, pending=cache.put_rows(nothing))
         return cls(batch, cache, texts, None if chunk is None else int(chunk), compress, limit, sampling)
 
     @property
