@@ -208,18 +208,27 @@ def check_batch(rows: int, mesh: Mesh | None) -> None:
         )
 
 
-def check_allocated(x: Array | jax.ShapeDtypeStruct) -> None:
+def check_allocated(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> None:
     """Raises ValueError for an array of a planned cache."""
     if isinstance(x, jax.ShapeDtypeStruct):
         raise ValueError("a planned cache has shapes and no values: expected a cache that has been allocated")
 
 
-def fetch(x: Array) -> np.ndarray:
-    """Returns the complete array on the host. With several processes, all must call it, and each gets the array.
+def fetch(x: Array | np.ndarray) -> np.ndarray:
+    """Returns the complete array on the host, where it may be already.
 
-    Raises ValueError for an array of a planned cache.
+    With several processes, all must call it, and each gets the array.
+
+    Raises ValueError for an array of a planned cache, or of a program that is being traced.
     """
     check_allocated(x)
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(
+            "this call reads values of arrays, which have none under jax.jit and other transformations: expected a "
+            "call outside of them, where kvjax.extend alone works"
+        )
+    if isinstance(x, np.ndarray):
+        return x
     if not (x.is_fully_addressable or x.is_fully_replicated):
         return multihost_utils.process_allgather(x, tiled=True)
     if len(x.sharding.device_set) > 1:  # gather through a second array, because an array caches its host copy
