@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.checks import check_integers, check_params, shown
+from kvjax.checks import check_integers, check_params, cut, shown
 from kvjax.kv_cache import KVCache, check_cache
 from kvjax.mesh.sharding import mesh_of
 from kvjax.models import Decoder
@@ -89,9 +91,9 @@ def extend(
         logits, extended = jitted_step(params, cache, tokens[:, 0], lengths > 0)
     else:
         logits, extended = read_prompt(params, cache, Batch(tokens, lengths), compress=compress, traced=traced)
+    extended = replace(extended, pending=jnp.where(lengths > 0, -1, cache.pending))
     if traced or not on_host:  # what cannot be an error here shows in the logits
         unsure = traced and (steps or cache.entries.preallocates)
-    extended = replace(extended, pending=jnp.where(lengths > 0, -1, cache.pending))
         logits = _marked(logits, cache if unsure else None, lengths, columns=new)
     return logits, extended
 
@@ -130,7 +132,7 @@ def check_policy(cache: KVCache, policy: Policy | None) -> None:
 
 
 def check_same_model(cache: KVCache, params: Decoder) -> None:
-    """Raises ValueError if a cache has the shapes of another model."""
+    """Raises ValueError if a cache has the shapes or the dtype of another model."""
     config = params.config
     entries = cache.entries
     expected = tuple(map(config.heads_of, range(config.num_layers)))
@@ -149,13 +151,34 @@ def check_same_model(cache: KVCache, params: Decoder) -> None:
         raise ValueError(f"the cache has recurrent states of the shapes {states}: the model needs {needed}")
     if (cache.rope is not None) != config.rope.depends_on_length:
         raise ValueError(f"the cache was made by a model with another RoPE: this model's is {config.rope}")
+    if cache.dtype != params.embed.dtype:
+        raise ValueError(f"the cache has keys and values of {cache.dtype}: the model needs {params.embed.dtype}")
 
 
 def check_mesh(cache: KVCache, params: Decoder) -> None:
-    """Raises ValueError unless cache and parameters are on the same mesh. Under `jax.jit` meshes are not visible."""
-    traced = isinstance(params.embed[...], jax.core.Tracer)
-    if not traced and cache.mesh != mesh_of(params):
+    """Raises ValueError unless cache and parameters are on the same mesh or device, which `jax.jit` does not show.
+
+    JAX moves what is not committed to a device.
+    """
+    own, held = params.embed[...], cache.length
+    if isinstance(own, jax.core.Tracer):
+        return
+    mesh = mesh_of(params)
+    apart = mesh is None and own.committed and _on_device(held) and held.committed and held.devices() != own.devices()
+    if cache.mesh != mesh or apart:
         raise ValueError(
-            f"the cache lies on {cache.mesh or 'one device'}, the parameters on {mesh_of(params) or 'one device'}: "
-            "expected the same for both"
+            f"the cache lies on {_place(held, cache.mesh)}, the parameters on {_place(own, mesh)}: expected the same "
+            "for both"
         )
+
+
+def _place(x: Array, mesh: Mesh | None) -> str:
+    """Where an array lies, in words."""
+    if mesh is None:
+        return f"the device {next(iter(x.devices()))}" if _on_device(x) else "one device"
+    return f"a mesh {dict(mesh.shape)} of the devices {cut(', '.join(map(str, mesh.devices.flat)))}"
+
+
+def _on_device(x: Any) -> bool:
+    """Returns whether an array lies on a device, and neither on the host nor in a program that is being traced."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
