@@ -216,7 +216,7 @@ def generate(
             raise not_finite(row, int(fetch(cache.length)[row]))
     text: str | list[str] | None = None
     if tokenizer is not None:
-        decoded = (tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(tokens, lengths, strict=True))
+        decoded = (_text(tokenizer, row[:n]) for row, n in zip(tokens, lengths, strict=True))
         text = list(decoded) if said is None else said
         text = text[0] if is_single(prompt) else text
     return Generation(
@@ -235,6 +235,11 @@ def generate(
             full_cache_bytes=full_bytes(cache, params.config, read, request.limit),
         ),
     )
+
+
+def _text(tokenizer: Any, tokens: Int[np.ndarray, "n"]) -> str:
+    """The text of an answer, with the spaces that its tokens have: those that come one by one keep theirs too."""
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 @own_modes()
