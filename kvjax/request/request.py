@@ -235,7 +235,7 @@ def _row_keys(seed: Any, batch: int) -> Key[Array, "B"]:
     given = seed.tolist() if isinstance(seed, np.ndarray) else seed
     if is_seed(given):
         return jax.random.split(jax.random.key(int(given)), batch)
-    seeds: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    seeds: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, bytes) else [given]
     if len(seeds) != batch or not all(map(is_seed, seeds)):
         raise ValueError(f"seed={shown(seed)}: {_expected_seed(batch)}")
     return jnp.stack([jax.random.key(int(s)) for s in seeds])
