@@ -25,8 +25,8 @@ from kvjax.models import Decoder
 from kvjax.policy import Policy, Texts
 from kvjax.policy.suits import check_attached
 from kvjax.reading.prompt import Batch, read_prompt
-from kvjax.reading.replays import encoded_texts
-from kvjax.reading.room import Compress, check_reading, ending
+from kvjax.reading.replays import check_one_call, encoded_texts
+from kvjax.reading.room import Compress, check_compress, check_reading, ending
 from kvjax.request.chat import TemplateOptions, check_template_options
 from kvjax.request.ends import EndTokens, default_ends, end_tokens
 from kvjax.request.positions import beyond
@@ -97,13 +97,14 @@ class Request:
             check_sampler(answer.sampler)
             limit = checked_size("max_new_tokens", answer.max_new_tokens)
         check_reading(chunk, compress)
+        begins = cache is None or not fetch(cache.length).any()
         rows = []
         if prompt is not None:
             rows = rows_of(
                 prompt,
                 tokenizer,
                 config.vocab_size,
-                begins=cache is None,
+                begins=begins,
                 answered=answer is not None,
                 chat_template_kwargs=chat_template_kwargs,
             )
@@ -122,7 +123,11 @@ class Request:
         check_batch(len(rows), mesh)
         # Without a prompt the pending tokens are decoded in one step, which needs no bucket.
         batch = Batch.of(rows, size=1 if prompt is None else None)
-        replays = cache is None or ending(cache, compress).allocate
+        replays = True
+        if cache is None:
+            check_compress(under, compress, filled=False)
+        elif replays := ending(cache, compress).allocate:
+            check_one_call(under, begins)
         texts = texts_of(under, tokenizer, config.vocab_size) if replays else ()
         sampling = None if answer is None else _sampling(answer, params, tokenizer, rows, begins=prompt is not None)
         # Everything has been checked. From here on programs may be compiled.
@@ -131,13 +136,13 @@ class Request:
             cache = KVCache.empty(config, under, jnp.asarray(batch.lengths), size, dtype, mesh)
         else:
             cache = cache.private() if cache.batch_size == len(rows) else cache.repeated(len(rows))
+            nothing = jnp.asarray(np.full(len(rows), -1, np.int32))  # the batch has the tokens that were pending
+            cache = replace(cache, pending=cache.put_rows(nothing))
             if not cache.filled:
                 cache = cache.for_prompts(fetch(cache.length) + batch.lengths)
         longest = int(np.max(fetch(cache.length) + batch.lengths)) + limit
         if (told := beyond(config, longest, "the request reaches")) is not None:
             warnings.warn(told, stacklevel=4)  # the caller of a public function, which `own_modes` wraps
-            nothing = jnp.asarray(np.full(len(rows), -1, np.int32))  # the batch has the tokens that were pending
-            cache = replace(cache, pending=cache.put_rows(nothing))
         return cls(batch, cache, texts, None if chunk is None else int(chunk), compress, limit, sampling)
 
     @property
