@@ -256,7 +256,7 @@ class _Reading:
             replays.clear()
             own = replace(made, entries=Layers(tuple(self.together.only(score, layer) for layer in whole.entries)))
             tokens, lengths = map(made.put_rows, self.request.batch.arrays)
-            replays[score] = self._run(replayed, self.params, own, tokens, lengths, self.texts[policy.score]).entries
+            replays[score] = self._run(replayed, self.params, own, tokens, lengths, self.texts[score]).entries
         layers = Layers(
             tuple(
                 under(policy, layer, capacity=empty.capacity, merging=empty.merging)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, AxisType
 
 from .memory import memory_errors
 
@@ -47,8 +48,12 @@ def own_modes() -> Iterator[None]:
 
 
 def _no_mesh() -> AbstractContextManager[Any]:
-    """Sets no mesh; within the caller's `jax.jit` it leaves the caller's, which nobody can change there."""
+    """Sets no mesh if there is one, except within a program of the caller whose arrays are typed by the mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return nullcontext()
     try:
         return jax.set_mesh(None)
-    except ValueError:
-        return nullcontext()
+    except ValueError:  # within a program of the caller, where nobody may change the devices
+        auto = set(mesh.axis_types) == {AxisType.Auto}
+        return jax.sharding.use_abstract_mesh(AbstractMesh((), ())) if auto else nullcontext()

@@ -123,7 +123,11 @@ def test_a_mesh_that_the_caller_has_set() -> None:
     mesh = kvjax.make_mesh(2, 4)
     with jax.set_mesh(mesh):
         params = kvjax.shard(decoder(), mesh)
-        np.testing.assert_array_equal(kvjax.generate(params, ROWS, **OPTIONS).tokens, tokens("full"))
+        answer = kvjax.generate(params, ROWS, **OPTIONS)
+        np.testing.assert_array_equal(answer.tokens, tokens("full"))
+        last = answer.cache.pending[:, None]
+        plain, within = (call(params, answer.cache, last)[0] for call in (kvjax.extend, jax.jit(kvjax.extend)))
+        np.testing.assert_allclose(within, plain, rtol=1e-5, atol=1e-6)
         assert jax.sharding.get_mesh() == mesh
 
 
