@@ -173,7 +173,7 @@ def check_mesh(cache: KVCache, params: Decoder) -> None:
 
 
 def _place(x: Array, mesh: Mesh | None) -> str:
-    """Where an array lies, in words."""
+    """Returns where an array lies, in words."""
     if mesh is None:
         return f"the device {next(iter(x.devices()))}" if _on_device(x) else "one device"
     return f"a mesh {dict(mesh.shape)} of the devices {cut(', '.join(map(str, mesh.devices.flat)))}"
