@@ -164,8 +164,7 @@ def check_mesh(cache: KVCache, params: Decoder) -> None:
     if isinstance(own, jax.core.Tracer):
         return
     mesh = mesh_of(params)
-    apart = mesh is None and own.committed and _on_device(held) and held.committed and held.devices() != own.devices()
-    if cache.mesh != mesh or apart:
+    if cache.mesh != mesh or (mesh is None and len({_device(x) for x in (own, held)} - {None}) > 1):
         raise ValueError(
             f"the cache lies on {_place(held, cache.mesh)}, the parameters on {_place(own, mesh)}: expected the same "
             "for both"
@@ -175,10 +174,12 @@ def check_mesh(cache: KVCache, params: Decoder) -> None:
 def _place(x: Array, mesh: Mesh | None) -> str:
     """Returns where an array lies, in words."""
     if mesh is None:
-        return f"the device {next(iter(x.devices()))}" if _on_device(x) else "one device"
+        device = _device(x)
+        return "one device" if device is None else f"the device {device}"
     return f"a mesh {dict(mesh.shape)} of the devices {cut(', '.join(map(str, mesh.devices.flat)))}"
 
 
-def _on_device(x: Any) -> bool:
-    """Returns whether an array lies on a device, and neither on the host nor in a program that is being traced."""
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+def _device(x: Any) -> jax.Device | None:
+    """Returns the device that an array is committed to; None if it may move, lies on the host, or is being traced."""
+    known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
+    return next(iter(x.devices())) if known else None
