@@ -326,6 +326,6 @@ def empty_cache(params: Decoder, policy: Policy, prompt_lengths: Int[Array, "B"]
     lengths = fetch(prompt_lengths) if isinstance(prompt_lengths, jax.Array) else np.asarray(prompt_lengths)
     if lengths.ndim != 1 or lengths.size == 0 or lengths.min() < 1:
         raise ValueError(f"prompt_lengths={shown(prompt_lengths)}: expected integers [B], each at least 1")
-    size, lengths = int(lengths.max()), jnp.asarray(lengths, jnp.int32)
     check_attached(policy, params)
-    return KVCache.empty(params.config, policy, lengths, size, params.embed.dtype, mesh_of(params))
+    prompts, size = jnp.asarray(lengths, jnp.int32), int(lengths.max())
+    return KVCache.empty(params.config, policy, prompts, size, params.embed.dtype, mesh_of(params))
