@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.checks import check_integers, check_params, shown
+from kvjax.checks import check_integers, check_params, cut, shown
 from kvjax.kv_cache import KVCache, check_cache
 from kvjax.mesh.sharding import mesh_of
 from kvjax.models import Decoder
@@ -42,7 +45,9 @@ def extend(
     Args:
         params: the decoder, an nnx module as `load` returns it.
         cache: from `empty_cache`, `prefill`, `generate` or an earlier call.
-        tokens: right-aligned: the tokens of row b are the last `lengths[b]` of its N. int32.
+        tokens: right-aligned: the tokens of row b are the last `lengths[b]` of its N. int32. After `generate`, the
+            first token of a row is `cache.pending[b]`, which has no entry yet. None is pending in a row that was
+            extended.
         lengths: the number of tokens of each row, 0 .. N; a row of length 0 stays as it is. All N by default.
         policy: a check; it must be the policy that made the cache.
         compress: "auto" compresses a cache that is being filled, or whose policy evicts while decoding. "end" always
@@ -86,6 +91,7 @@ def extend(
         logits, extended = jitted_step(params, cache, tokens[:, 0], lengths > 0)
     else:
         logits, extended = read_prompt(params, cache, Batch(tokens, lengths), compress=compress, traced=traced)
+    extended = replace(extended, pending=jnp.where(lengths > 0, -1, cache.pending))
     if traced or not on_host:  # what cannot be an error here shows in the logits
         unsure = traced and (steps or cache.entries.preallocates)
         logits = _marked(logits, cache if unsure else None, lengths, columns=new)
@@ -126,7 +132,7 @@ def check_policy(cache: KVCache, policy: Policy | None) -> None:
 
 
 def check_same_model(cache: KVCache, params: Decoder) -> None:
-    """Raises ValueError if a cache has the shapes of another model."""
+    """Raises ValueError if a cache has the shapes or the dtype of another model."""
     config = params.config
     entries = cache.entries
     expected = tuple(map(config.heads_of, range(config.num_layers)))
@@ -145,13 +151,35 @@ def check_same_model(cache: KVCache, params: Decoder) -> None:
         raise ValueError(f"the cache has recurrent states of the shapes {states}: the model needs {needed}")
     if (cache.rope is not None) != config.rope.depends_on_length:
         raise ValueError(f"the cache was made by a model with another RoPE: this model's is {config.rope}")
+    if cache.dtype != params.embed.dtype:
+        raise ValueError(f"the cache has keys and values of {cache.dtype}: the model needs {params.embed.dtype}")
 
 
 def check_mesh(cache: KVCache, params: Decoder) -> None:
-    """Raises ValueError unless cache and parameters are on the same mesh. Under `jax.jit` meshes are not visible."""
-    traced = isinstance(params.embed[...], jax.core.Tracer)
-    if not traced and cache.mesh != mesh_of(params):
+    """Raises ValueError unless cache and parameters are on the same mesh or device, which `jax.jit` does not show.
+
+    JAX moves what is not committed to a device.
+    """
+    own, held = params.embed[...], cache.length
+    if isinstance(own, jax.core.Tracer):
+        return
+    mesh = mesh_of(params)
+    if cache.mesh != mesh or (mesh is None and len({_device(x) for x in (own, held)} - {None}) > 1):
         raise ValueError(
-            f"the cache lies on {cache.mesh or 'one device'}, the parameters on {mesh_of(params) or 'one device'}: "
-            "expected the same for both"
+            f"the cache lies on {_place(held, cache.mesh)}, the parameters on {_place(own, mesh)}: expected the same "
+            "for both"
         )
+
+
+def _place(x: Array, mesh: Mesh | None) -> str:
+    """Returns where an array lies, in words."""
+    if mesh is None:
+        device = _device(x)
+        return "one device" if device is None else f"the device {device}"
+    return f"a mesh {dict(mesh.shape)} of the devices {cut(', '.join(map(str, mesh.devices.flat)))}"
+
+
+def _device(x: Any) -> jax.Device | None:
+    """Returns the device that an array is committed to; None if it may move, lies on the host, or is being traced."""
+    known = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
+    return next(iter(x.devices())) if known else None

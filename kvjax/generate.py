@@ -202,11 +202,11 @@ def generate(
     said: list[str] | None = None
     if stops:
         rows = [RowText(tokenizer, stops) for _ in request.batch.lengths]
-        state, said = clock.run("decode", decode_until, params, state, logits, int(max_new_tokens), rows)
+        state, said = clock.run("decode", decode_until, params, state, logits, request.limit, rows)
     elif closely_watched():
-        state = clock.run("decode", decode_in_parts, params, state, logits, int(max_new_tokens))
+        state = clock.run("decode", decode_in_parts, params, state, logits, request.limit)
     else:
-        state, _ = clock.run("decode", decode, params, state, logits, np.int32(max_new_tokens))
+        state, _ = clock.run("decode", decode, params, state, logits, np.int32(request.limit))
     answers, cache = state.answers, state.cache
     lengths = fetch(answers.lengths)
     longest = int(lengths.max())
@@ -216,7 +216,7 @@ def generate(
             raise not_finite(row, int(fetch(cache.length)[row]))
     text: str | list[str] | None = None
     if tokenizer is not None:
-        decoded = (tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(tokens, lengths, strict=True))
+        decoded = (_text(tokenizer, row[:n]) for row, n in zip(tokens, lengths, strict=True))
         text = list(decoded) if said is None else said
         text = text[0] if is_single(prompt) else text
     return Generation(
@@ -232,9 +232,14 @@ def generate(
             decode_seconds=clock.seconds["decode"],
             compile_seconds=clock.seconds["compile"],
             cache_bytes=cache.nbytes,
-            full_cache_bytes=full_bytes(cache, params.config, read, int(max_new_tokens)),
+            full_cache_bytes=full_bytes(cache, params.config, read, request.limit),
         ),
     )
+
+
+def _text(tokenizer: Any, tokens: Int[np.ndarray, "n"]) -> str:
+    """The text of an answer, with the spaces that its tokens have: those that come one by one keep theirs too."""
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 @own_modes()

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import policies
 from kvjax.cache import Entries, FromKeys, Layers, Slots, bucket
-from kvjax.checks import bytes_text, check_integers, check_params, check_type, counted, index_of
+from kvjax.checks import bytes_text, check_integers, check_params, check_type, counted, index_of, shown
 from kvjax.mesh.sharding import (
     MODEL,
     check_allocated,
@@ -323,9 +323,9 @@ def empty_cache(params: Decoder, policy: Policy, prompt_lengths: Int[Array, "B"]
     check_params(params)
     check_is_policy(policy)
     check_integers("prompt_lengths", prompt_lengths)
-    lengths = jnp.asarray(prompt_lengths)
-    if lengths.ndim != 1 or lengths.size == 0 or lengths.dtype.kind not in "iu" or int(lengths.min()) < 1:
-        raise ValueError(f"prompt_lengths={prompt_lengths}: expected integers [B], each at least 1")
-    size = int(lengths.max())
+    lengths = fetch(prompt_lengths) if isinstance(prompt_lengths, jax.Array) else np.asarray(prompt_lengths)
+    if lengths.ndim != 1 or lengths.size == 0 or lengths.min() < 1:
+        raise ValueError(f"prompt_lengths={shown(prompt_lengths)}: expected integers [B], each at least 1")
     check_attached(policy, params)
-    return KVCache.empty(params.config, policy, lengths.astype(jnp.int32), size, params.embed.dtype, mesh_of(params))
+    prompts, size = jnp.asarray(lengths, jnp.int32), int(lengths.max())
+    return KVCache.empty(params.config, policy, prompts, size, params.embed.dtype, mesh_of(params))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from kvjax.attend import ReadPlan
 from kvjax.cache import UNLIMITED, Entries, Layers, Slots, bucket, planned_pool, room_for
 from kvjax.checkpoint.folder import DTYPE_NAMES, DTYPES
-from kvjax.checks import check_size, check_type, dtype_of, shown
+from kvjax.checks import check_type, checked_size, dtype_of, shown
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.heads import ALL_HEADS
 from kvjax.mesh.sharding import check_batch, fit_mesh, heads_sharding, kv_replicas, rows_sharding
@@ -53,7 +53,8 @@ def plan_cache(
         ValueError: for a batch, length or new_tokens that is not in 1 .. 2**31 - 1, for another dtype, and for a mesh
             that does not fit the batch and the model.
     """
-    check_sizes(batch=batch, length=length, new_tokens=new_tokens)
+    batch, length = checked_size("batch", batch), checked_size("length", length)
+    new_tokens = checked_size("new_tokens", new_tokens)
     check_type("config", config, DecoderConfig)
     check_is_policy(policy)
     if dtype_of(dtype) not in DTYPES.values():  # of weights, and so of keys and values
@@ -103,12 +104,6 @@ def _settled(cache: KVCache, config: DecoderConfig, plan: ReadPlan) -> Entries:
         return layer if most is None else cache.policy.storage.settle(layer.grow(most), **config.logits_of(i))
 
     return Layers(tuple(map(settled, range(len(plan.settled)), cache.entries, plan.settled)))
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raises ValueError for a size that is not accepted."""
-    for name, value in sizes.items():
-        check_size(name, value)
 
 
 def _allocated(cache: KVCache, config: DecoderConfig, room: int) -> Entries:

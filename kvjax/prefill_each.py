@@ -53,12 +53,10 @@ def prefill_each(
         clock: adds up the seconds of the reading under "prefill", and those of compiling under "compile".
 
     Raises:
-        ValueError: at the call: for policies that do not read alike; for another cache than one of `begin_each`; for
-            any cache if a score replays the prompt; and as `prefill` does.
+        ValueError: at the call: for no policies; for policies that do not read alike; for another cache than one of
+            `begin_each`; for any cache if a score replays the prompt; and as `prefill` does.
     """
     each, clock = _given(policies), clock_of(clock)
-    if not each:
-        return iter(())
     check_params(params)
     if cache is not None:
         check_cache(cache)
@@ -97,8 +95,6 @@ def begin_each(
             `prefill` does.
     """
     each, clock = _given(policies), clock_of(clock)
-    if not each:
-        raise ValueError("policies=[]: expected at least one policy")
     check_params(params)
     for policy in each:
         check_one_call(policy, False)
@@ -142,6 +138,8 @@ def _given(policies: Any) -> list[Policy]:
     """The policies, of which each may be a text. Raises ValueError."""
     if isinstance(policies, str) or not isinstance(policies, Sequence):
         raise ValueError(f"policies={shown(policies)}: expected a list of policies or texts")
+    if not policies:
+        raise ValueError(f"policies={shown(policies)}: expected at least one policy")
     each = [policy for policy in map(as_policy, policies) if policy is not None]
     if len(each) < len(policies):
         raise ValueError("policies has None in it: expected a list of policies or texts")
@@ -258,7 +256,7 @@ class _Reading:
             replays.clear()
             own = replace(made, entries=Layers(tuple(self.together.only(score, layer) for layer in whole.entries)))
             tokens, lengths = map(made.put_rows, self.request.batch.arrays)
-            replays[score] = self._run(replayed, self.params, own, tokens, lengths, self.texts[policy.score]).entries
+            replays[score] = self._run(replayed, self.params, own, tokens, lengths, self.texts[score]).entries
         layers = Layers(
             tuple(
                 under(policy, layer, capacity=empty.capacity, merging=empty.merging)

@@ -86,7 +86,7 @@ def stream(
         answer=answer,
         chat_template_kwargs=chat_template_kwargs,
     )
-    return Stream(params, request, max_new_tokens, stops, tokenizer)
+    return Stream(params, request, stops, tokenizer)
 
 
 class Stream(Iterator[Piece]):
@@ -98,9 +98,9 @@ class Stream(Iterator[Piece]):
             error, such as FloatingPointError.
     """
 
-    def __init__(self, params: Decoder, request: Request, max_new_tokens: int, stops: list[str], tokenizer: Any):
+    def __init__(self, params: Decoder, request: Request, stops: list[str], tokenizer: Any):
         self.cache: KVCache | None = None
-        self._pieces = self._read(params, request, max_new_tokens, stops, tokenizer)
+        self._pieces = self._read(params, request, stops, tokenizer)
 
     @own_modes()
     def __next__(self) -> Piece:
@@ -111,13 +111,13 @@ class Stream(Iterator[Piece]):
         self._pieces.close()
 
     def _read(
-        self, params: Decoder, request: Request, max_new_tokens: int, stops: list[str], tokenizer: Any
+        self, params: Decoder, request: Request, stops: list[str], tokenizer: Any
     ) -> Generator[Piece, None, None]:
         """Yields the pieces, and keeps the cache when the last one is yielded or the generator is closed."""
         logits, filled = read_request(params, request)
         state = Decoding.begin(request.sampling, filled, size=0, log_probs=False)
         texts = None if tokenizer is None else [RowText(tokenizer, stops) for _ in request.batch.lengths]
-        for step in decode_each(params, state, logits, max_new_tokens, texts):
+        for step in decode_each(params, state, logits, request.limit, texts):
             cache, ends = step.state.cache, not step.active.any()
             if ends:
                 self.cache = cache

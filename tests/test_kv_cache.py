@@ -105,6 +105,20 @@ def test_pending_token_goes_before_the_next_turn(shallow: Decoder) -> None:
     expected = kvjax.generate(shallow, text, max_new_tokens=NEW, log_probs=True).tokens.tolist()
     assert ask(shallow, question, answer.cache) == expected
     assert ask(shallow, question, answer.cache, chunk=8) == expected
+    assert ask(shallow, question, jax.device_get(answer.cache)) == expected  # a cache may wait on the host
+
+
+@pytest.mark.long
+def test_a_pending_token_is_read_once(shallow: Decoder) -> None:
+    """By whichever function reads it; `extend` leaves that of a row without tokens."""
+    answer = kvjax.generate(shallow, DOCUMENTS[1:], max_new_tokens=5, eos=(), log_probs=True)
+    pending = answer.cache.pending.tolist()
+    assert kvjax.prefill(shallow, [[3], [5]], cache=answer.cache).pending.tolist() == [-1, -1]
+    for tokens, lengths in ((pending[0], None), (pending[0], [1, 0]), ((pending[0], 3), [2, 0])):
+        _, cache = kvjax.extend(shallow, answer.cache, np.array([np.atleast_1d(tokens)] * 2), lengths)
+        assert cache.pending.tolist() == [-1, -1 if lengths is None else pending[1]]
+    again = kvjax.generate(shallow, [[7], [9]], cache=cache, max_new_tokens=1, eos=())
+    assert (again.cache.length - answer.cache.length).tolist() == [3, 2]
 
 
 @pytest.mark.slow

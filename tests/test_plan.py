@@ -71,3 +71,11 @@ def test_sizes_below_one_are_refused(name: str) -> None:
     sizes = {"batch": 1, "length": 1, "new_tokens": 1} | {name: 0}
     with pytest.raises(ValueError, match=f"{name}=0: expected an integer in 1 \\.\\. 2147483647"):
         kvjax.plan_cache(CONFIG, kvjax.policies.full(), **sizes, dtype="float32")
+
+
+def test_sizes_of_numpy(params: Decoder) -> None:
+    sizes = {"batch": np.int8(1), "length": np.int8(100), "new_tokens": np.uint8(100)}
+    policy, dtype = kvjax.policies.h2o(20, every=None), "float32"
+    ours = kvjax.plan_cache(CONFIG, policy, **sizes, dtype=dtype)
+    theirs = kvjax.plan_cache(CONFIG, policy, batch=1, length=100, new_tokens=100, dtype=dtype)
+    assert jax.tree.leaves(ours) == jax.tree.leaves(theirs)

@@ -106,7 +106,7 @@ def cases(tokenizer: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         ),
         "half of a character": (
             lambda: kvjax.generate(params, "ba\ud800", tokenizer=tokenizer),
-            "row 0 of the prompt has the lone surrogate 0xd800 at 2: expected text in UTF-8",
+            "the prompt has the lone surrogate 0xd800 at 2: expected text in UTF-8",
         ),
         "text and a number": (
             lambda: kvjax.generate(params, mixed, tokenizer=tokenizer),

@@ -48,6 +48,14 @@ def test_tokens_are_those_of_generate(subject: Decoder, policy: kvjax.Policy) ->
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
 
 
+def test_text_has_the_spaces_of_its_tokens(shallow: Decoder) -> None:
+    """Whether it comes piece by piece or at once, though this tokenizer would leave out those before punctuation."""
+    backend = Tokenizer(models.WordLevel({f"{'.,!?'[i % 4]}" + "." * i: i for i in range(101)}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    answer = kvjax.generate(shallow, ROWS, max_new_tokens=NEW, tokenizer=tokenizer)
+    assert answer.text == texts_of(list(kvjax.stream(shallow, ROWS, max_new_tokens=NEW, tokenizer=tokenizer)))
+
+
 @pytest.mark.slow
 def test_ends_and_repetition_penalty(shallow: Decoder) -> None:
     """What the state of the loop carries beside the cache. A piece after a row's end is -1 there."""

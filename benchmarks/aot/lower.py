@@ -19,13 +19,14 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import bucket, room_for
 from kvjax.checkpoint.parameters import Blank
+from kvjax.checks import checked_size
 from kvjax.decoding.loop import Answers, Decoding, Sampling, decode
 from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.engine.compiling import Programs
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import check_batch, fit_mesh, rows_sharding
 from kvjax.models import Decoder, DecoderConfig
-from kvjax.plan import check_sizes, on_mesh, placed, plan_cache
+from kvjax.plan import on_mesh, placed, plan_cache
 from kvjax.policy import Policy
 from kvjax.policy.suits import check_attached
 from kvjax.reading.prompt import Batch, Plan, complete, pieces
@@ -102,7 +103,8 @@ def read_ahead(
     Raises:
         ValueError: for sizes below 1, and a mesh that does not fit the model or the batch.
     """
-    check_sizes(batch=batch, length=length, new_tokens=new_tokens)
+    batch, length = checked_size("batch", batch), checked_size("length", length)
+    new_tokens = checked_size("new_tokens", new_tokens)
     params, mesh, size = plan_params(config, dtype, mesh), fit_mesh(mesh, config), bucket(length)
     check_attached(policy, params)
     check_batch(batch, mesh)

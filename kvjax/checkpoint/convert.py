@@ -22,7 +22,7 @@ from kvjax.checkpoint.parameters import Blank
 from kvjax.checkpoint.source import Source, source_of
 from kvjax.checkpoint.tensors import no_weights, unties
 from kvjax.checkpoint.tokenizer_files import copy_tokenizer
-from kvjax.checks import did_you_mean, shown
+from kvjax.checks import did_you_mean, path_of, shown
 from kvjax.files.writing import check_folder, new_folder
 from kvjax.models import DecoderConfig
 
@@ -113,7 +113,7 @@ def plan_conversion(
             f"to={shown(to)}: expected one of {', '.join(get_args(Target))}{did_you_mean(to, get_args(Target))}"
         )
     check_dtype(dtype)
-    target = Path(out).expanduser().resolve()
+    target = path_of("out", out).resolve()
     check_folder(target, overwrite, ARGUMENT)
     source = locate(path_or_hub_id)
     if target == source.resolve():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.checkpoint.errors import CheckpointError, one_line
-from kvjax.checks import check_path, did_you_mean, dtype_of
+from kvjax.checks import did_you_mean, dtype_of, path_of
 from kvjax.files.writing import finish
 from kvjax.models import DecoderConfig, config_from_hf, text_config
 from kvjax.runtime.progress import Doing, Report, reporter
@@ -74,8 +74,7 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
         CheckpointError: it is another file, or neither a path nor a repository that the hub provides, or its writing
             was interrupted and cannot be finished.
     """
-    check_path("path_or_hub_id", path_or_hub_id)
-    folder = Path(path_or_hub_id).expanduser()
+    folder = path_of("path_or_hub_id", path_or_hub_id)
     if folder.is_dir():
         finish_writing(folder)
         return folder

@@ -34,7 +34,7 @@ from kvjax.checkpoint.parameters import Blank, all_finite, by_path
 from kvjax.checkpoint.source import Folder
 from kvjax.checkpoint.tensors import warn_untied
 from kvjax.checkpoint.tokenizer_files import OWN, check_given, write_tokenizer
-from kvjax.checks import check_params, check_path, check_saved
+from kvjax.checks import check_params, check_saved, path_of
 from kvjax.files.writing import new_folder
 from kvjax.models import Decoder
 
@@ -107,8 +107,7 @@ def restore(
     """
     check_dtype(dtype)
     check_given(tokenizer)
-    check_path("path", path)
-    folder = Path(path).expanduser().resolve()
+    folder = path_of("path", path).resolve()
     check_form(folder, "orbax")
     if not folder.is_dir():
         raise CheckpointError(folder, ["no such folder"])

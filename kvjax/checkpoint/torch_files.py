@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.checkpoint.errors import CheckpointError, one_line
-from kvjax.checks import check_path, shown
+from kvjax.checks import path_of, shown
 
 ON_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(.+)")
 VALUES = {"EMPTY_TUPLE": (), "NONE": None, "NEWTRUE": True, "NEWFALSE": False}
@@ -39,8 +39,7 @@ def locate_file(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: there is no such file.
     """
-    check_path("path_or_hub_id", path_or_hub_id)
-    file = Path(path_or_hub_id).expanduser()
+    file = path_of("path_or_hub_id", path_or_hub_id)
     if file.suffix != ".pt" or file.is_dir():
         return None
     if file.exists():

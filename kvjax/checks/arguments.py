@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import jax
@@ -36,10 +37,11 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
 
 
-def check_size(name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is an integer in 1 .. LARGEST."""
+def checked_size(name: str, value: Any) -> int:
+    """The integer in 1 .. LARGEST that `value` is, as one of Python, whose sums do not overflow. Raises ValueError."""
     if not is_integer(value) or not 1 <= value <= LARGEST:
         raise ValueError(f"{name}={shown(value)}: expected an integer in 1 .. {LARGEST}")
+    return int(value)
 
 
 def index_of(name: str, value: Any, count: int) -> int:
@@ -61,12 +63,18 @@ def check_type(name: str, value: Any, kind: type) -> None:
         raise ValueError(f"{name} is of type {type(value).__name__}: expected a {kind.__name__}")
 
 
-def check_path(name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a path."""
+def path_of(name: str, value: Any) -> Path:
+    """The path that `value` means, in which ~ is a home folder. Raises ValueError."""
     if not isinstance(value, str | os.PathLike):
         raise ValueError(f"{name} is of type {type(value).__name__}: expected a path")
     if len(os.fspath(value)) > LONGEST_PATH:
         raise ValueError(f"{name}={shown(value)}: expected a path of at most {LONGEST_PATH} characters")
+    if "\0" in str(value):
+        raise ValueError(f"{name}={shown(value)}: expected a path without the character of code 0")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{name}={shown(value)}: expected the home folder of a user of this system") from None
 
 
 def dtype_of(value: Any) -> jnp.dtype:

@@ -8,14 +8,12 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from kvjax.checks import check_size, shown
+from kvjax.checks import checked_size, shown
 
 
 def as_size(option: typer.CallbackParam, value: int | None) -> int | None:
     """The value of an option that is a size, if it is given. Raises ValueError, before a command begins."""
-    if value is not None:
-        check_size(str(option.name), value)
-    return value
+    return None if value is None else checked_size(str(option.name), value)
 
 
 def as_bytes(option: typer.CallbackParam, value: str | None) -> str | None:

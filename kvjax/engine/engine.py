@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.checks import check_size, check_truth, shown
+from kvjax.checks import check_truth, checked_size, shown
 from kvjax.decoding.grammars import Grammars
 from kvjax.decoding.row_guides import RowGuides
 from kvjax.decoding.sampling import SamplingMethod
@@ -121,9 +121,8 @@ class Engine:
             ValueError: for an argument that is not accepted, before anything is compiled; and for rows that do not fit
                 into the memory, before any cache is made.
         """
-        check_size("max_queue", max_queue)
-        if steps_at_once is not None:
-            check_size("steps_at_once", steps_at_once)
+        max_queue = checked_size("max_queue", max_queue)
+        steps_at_once = None if steps_at_once is None else checked_size("steps_at_once", steps_at_once)
         check_truth("guided", guided)
         if not isinstance(beside, list | tuple) or not all(isinstance(each, Footprint) for each in beside):
             raise ValueError(f"beside={shown(beside)}: expected a list of the footprints of other engines")
@@ -143,7 +142,8 @@ class Engine:
         self.params, self.tokenizer = params, tokenizer
         self.policy, self.sizes = plans.policy, plans.sizes
         self.ends = default_ends(params, tokenizer)
-        if (told := beyond(config, max_prompt + max_new_tokens, "requests may reach")) is not None:
+        rows, longest = plans.sizes.rows, plans.sizes.max_prompt + plans.sizes.max_new_tokens
+        if (told := beyond(config, longest, "requests may reach")) is not None:
             warnings.warn(told, stacklevel=3)
         self.footprint = Footprint.of(config, plans, weights_per_device(params))
         devices = params.embed[...].sharding.addressable_devices

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax import policies
-from kvjax.checks import check_params, check_size
+from kvjax.checks import check_params, checked_size
 from kvjax.decoding.row_text import check_fast
 from kvjax.mesh.sharding import check_batch, mesh_of, platform_of
 from kvjax.models import Decoder
@@ -44,12 +44,11 @@ def plans_of(
     check_tokenizer(tokenizer)
     if tokenizer is not None:
         check_fast(tokenizer)
-    given = {"rows": rows, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "chunk": chunk}
-    for name, value in {**given, "max_end_tokens": max_end_tokens}.items():
-        check_size(name, value)
+    rows, max_prompt = checked_size("rows", rows), checked_size("max_prompt", max_prompt)
+    max_new_tokens, chunk = checked_size("max_new_tokens", max_new_tokens), checked_size("chunk", chunk)
     config, mesh = params.config, mesh_of(params)
     chosen = as_policy(policy) or policies.full()
-    ends = max(max_end_tokens, len(default_ends(params, tokenizer)))
+    ends = max(checked_size("max_end_tokens", max_end_tokens), len(default_ends(params, tokenizer)))
     sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk, ends=ends, platform=platform_of(params))
     texts = texts_of(chosen, tokenizer, config.vocab_size)
     if mesh is not None:

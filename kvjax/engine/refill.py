@@ -124,8 +124,8 @@ class ReadBatch:
         )
         seen = (fetch(request.cache.length) + request.batch.lengths).tolist()
         logits, filled = clock.run("prefill", read_request, params, request)
-        first = take(Decoding.begin(request.sampling, filled, size=max_new_tokens, log_probs=False), logits)
-        limits = filled.put_rows(np.full(len(request.batch.lengths), max_new_tokens, np.int32))
+        first = take(Decoding.begin(request.sampling, filled, size=request.limit, log_probs=False), logits)
+        limits = filled.put_rows(np.full(len(request.batch.lengths), request.limit, np.int32))
         requests = [
             Ended(name, decoder=RowText(tokenizer, stops) if stops else None, prompt_tokens=n)
             for name, n in zip(names, seen, strict=False)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.checks import check_path
+from kvjax.checks import path_of
 from kvjax.files.saved_caches import check_described, fingerprint, restore_on_host, save_cache
 from kvjax.files.writing import BusyError, check_folder
 from kvjax.kv_cache import KVCache
@@ -105,12 +105,12 @@ class CacheStore:
             ValueError: for what is no path of a folder, and for a policy whose caches cannot be on disk.
         """
         if folder is not None:
-            check_path("prefix_folder", folder)
+            folder = path_of("prefix_folder", folder)
             check_described(policy)
-            check_folder(Path(folder).expanduser(), overwrite=True)
+            check_folder(folder, overwrite=True)
         self.hits = self.misses = self.nbytes = self.device_nbytes = 0
         self._params, self._memory, self._on_devices = params, memory, on_devices
-        self._folder = None if folder is None else Path(folder).expanduser()
+        self._folder = folder
         model = "" if folder is None else fingerprint(params)  # in memory there is one model
         self._origin = hashlib.sha256(f"{model} {policy!r} {sizes}".encode()).digest()
         self._near: OrderedDict[str, Stored] = OrderedDict()  # those that stay on the devices

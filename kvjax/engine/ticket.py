@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.checks import check_truth, counted, shown
+from kvjax.checks import check_truth, checked_size, counted, shown
 from kvjax.decoding.grammars import Grammars
 from kvjax.decoding.loop import NOT_FINITE, not_finite
 from kvjax.decoding.row_samplers import RowSamplers
@@ -22,7 +21,7 @@ from kvjax.models import NONE_SUPPRESSED, Suppressed
 from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens, end_tokens
 from kvjax.request.prompts import Prompt, is_single, rows_of
-from kvjax.request.request import check_answer, is_seed
+from kvjax.request.request import check_sampler, is_seed
 
 from .guide import Guide, Guided
 from .handle import Feed, Finish, Token, Top
@@ -105,8 +104,9 @@ class Ticket:
         Raises:
             ValueError: for whatever the engine does not accept. The message says what is expected.
         """
-        limit = sizes.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
-        check_answer(options.sampler, limit)
+        check_sampler(options.sampler)
+        asked = sizes.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
+        limit = checked_size("max_new_tokens", asked)
         if limit > sizes.max_new_tokens:
             raise ValueError(f"max_new_tokens={limit}: expected at most the engine's {sizes.max_new_tokens}")
         if not is_seed(options.seed):
@@ -156,7 +156,7 @@ class Ticket:
                 suppressed=suppressed,
             ),
             ends=closes,
-            limit=int(limit),
+            limit=limit,
             log_probs=options.log_probs,
             text=None if tokenizer is None else RowText(tokenizer, stops, named),
             shown=named,
@@ -219,12 +219,9 @@ class Ticket:
 
 def _row(name: str, prompt: Prompt, tokenizer: Any, vocab_size: int, **options: Any) -> Int[np.ndarray, "N"]:
     """The token ids of a prompt, which must be a single one. The options are those of `rows_of`."""
-    try:
-        rows = rows_of(prompt, tokenizer, vocab_size, **options)
-    except ValueError as error:  # of a prompt that may be the prefix, and one of several requests
-        raise ValueError(re.sub("(row 0 of )?the prompt", f"the {name}", str(error), count=1)) from None
-    if not is_single(prompt) or len(rows) != 1:
+    rows = rows_of(prompt, tokenizer, vocab_size, name=f"the {name}", **options)
+    if not is_single(prompt):
         raise ValueError(
             f"the {name} has {counted(len(rows), 'row')}: expected one prompt per request, without a batch axis"
         )
-    return rows[0].astype(np.int32)
+    return rows[0]

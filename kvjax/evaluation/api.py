@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvjax.checks import check_size, shown
+from kvjax.checks import checked_size, path_of, shown
 from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.entries import LINES, TaskLine
 from kvjax.evaluation.grid import Grid
@@ -67,11 +67,12 @@ def run(
     Warns:
         UserWarning: questions could not be asked or answers could not be marked. These have no score.
     """
-    check_size("max_new_tokens", max_new_tokens)
+    max_new_tokens = checked_size("max_new_tokens", max_new_tokens)
+    place = None if out is None else path_of("out", out)
     named = [{"policy": p, "name": n} for n, p in policies.items()] if isinstance(policies, Mapping) else policies
     grid = Grid.of({"policies": named, "tasks": _lines(tasks, scorer(score), max_new_tokens), **options})
     plan, load = _plan(model, grid, options)
-    with tempfile.TemporaryDirectory(prefix="kvjax-") if out is None else nullcontext(out) as folder:
+    with tempfile.TemporaryDirectory(prefix="kvjax-") if place is None else nullcontext(place) as folder:
         summary = run_plan(plan, load, Path(folder), watch)
         if summary.errors:
             more = f" (and {len(summary.errors) - 1:,} more)" if len(summary.errors) > 1 else ""

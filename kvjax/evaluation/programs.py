@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from kvjax.checks import check_size
+from kvjax.checks import checked_size
 
 KEPT = 32  # subjects, unless `keep` says otherwise; each has some six programs of its own
 SHORT = 1 / 8  # the share of the memory that is available, below which programs are forgotten earlier
@@ -40,8 +40,7 @@ def keep(most: int) -> None:
     Raises:
         ValueError: for a number that is not in 1 .. 2**31 - 1.
     """
-    check_size("most", most)
-    _kept.most = most
+    _kept.most = checked_size("most", most)
 
 
 def make_room(subject: Hashable) -> None:

@@ -14,6 +14,7 @@ from kvjax.evaluation.lines import Key, Line, encoded, key_of, read_timing
 from kvjax.evaluation.planning import RunPlan, sentence
 from kvjax.evaluation.records import RESULTS, TIMINGS, Records, repaired
 from kvjax.evaluation.sweeping import Answering, Part, Say, Sweeping, Task
+from kvjax.files.writing import check_folder
 
 Work: TypeAlias = Callable[[Sequence[Task], Say], Iterator[Part]]
 """Answers tasks in any order. It tells the user of events by the function that it gets."""
@@ -82,9 +83,11 @@ def record(plan: RunPlan, work: Work, out: Path, watch: Watch | None = None) -> 
 
     Raises:
         ValueError: if the folder holds results of another model, other data or another seed, or of another policy of
-            the same name, or if another run uses it.
+            the same name, if another run uses it, or if it is a file.
+        PermissionError: if this user cannot write it.
     """
     watch = watch or Silent()
+    check_folder(out, overwrite=True)
     out.mkdir(parents=True, exist_ok=True)
     check_results(out)
     with Records(out / RESULTS, watch.say) as records, _timings(out / TIMINGS, watch.say) as timings:

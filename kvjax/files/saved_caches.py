@@ -19,7 +19,7 @@ from jaxtyping import Array, UInt32
 from kvjax.cache import Entries, Layers, Slots, planned_pool, statics
 from kvjax.checkpoint.errors import CheckpointError, orbax_writes
 from kvjax.checkpoint.folder import ORBAX
-from kvjax.checks import check_params, check_path
+from kvjax.checks import check_params, path_of
 from kvjax.extend import check_same_model
 from kvjax.files import checksums
 from kvjax.files.writing import finish, new_folder
@@ -101,9 +101,8 @@ def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = Non
         ValueError: if there is no saved cache, if it belongs to another model or policy, or if its rows or groups of
             heads do not divide over the parameters' mesh.
     """
-    check_path("path", path)
     check_params(params)
-    path = Path(path).expanduser().resolve()
+    path = path_of("path", path).resolve()
     facts, like = _checked(path, params, policy)
     check_batch(facts["arrays"]["length"][0][0], like.mesh)
     if like.mesh is None:  # committed to a device as the weights are, so that the programs of other caches serve

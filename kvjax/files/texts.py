@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.checks import shown
+from kvjax.checks import path_of, shown
 from kvjax.files.reading import read_text
 from kvjax.runtime.progress import tell
 
@@ -81,7 +81,7 @@ def read_stream(path: str | Path, tokenizer: Any, least: int) -> Stream:
 
 def text_files(path: str | Path) -> list[Path]:
     """Returns the files of `read_stream`. Raises ValueError if there are none."""
-    path = Path(path).expanduser()
+    path = path_of("data", path)
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path] if path.is_file() else []
     if not files:
         raise ValueError(f"data={shown(str(path))}: expected a text file, or a folder with files *.txt")

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from kvjax.checks import check_path, check_truth
+from kvjax.checks import check_truth, path_of
 
 if sys.platform != "win32":
     import fcntl
@@ -137,8 +137,7 @@ def new_folder(
             way, or another process is writing the folder.
         OSError: the folder or a file cannot be written. The error names it.
     """
-    check_path("path", path)
-    folder = Path(path).expanduser().resolve()
+    folder = path_of("path", path).resolve()
     first = jax.process_index() == 0
     with ExitStack() as stack:
         refusal: ValueError | OSError | None = None

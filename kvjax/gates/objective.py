@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from jaxtyping import Array, Float
 
-from kvjax.checks import check_size
+from kvjax.checks import checked_size
 from kvjax.models import Decoder
 from kvjax.policy import check_number
 
@@ -43,11 +43,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "length"):
-            check_size(name, getattr(self, name))
+            checked_size(name, getattr(self, name))
         check_number("learning_rate", self.learning_rate, ANY_POSITIVE, lambda x: x > 0)
         check_number("seed", self.seed, "an integer in 0 .. 2**31 - 1", lambda x: x == int(x) and 0 <= x < 2**31)
         if self.distinct is not None:
-            check_size("distinct", self.distinct)
+            checked_size("distinct", self.distinct)
             if self.distinct > self.steps:
                 raise ValueError(
                     f"distinct={self.distinct} with steps={self.steps}: expected at most one batch per step"

@@ -114,7 +114,7 @@ def record(
     length = int(request.batch.lengths[0])
     follows, whereabouts = request.cache.policy.merge.effects.merges, []
     if follows:
-        _, uncompressed = read_request(params, replace(request, room=0, compress="never"))
+        _, uncompressed = read_request(params, replace(request, limit=0, compress="never"))
         tokens, lengths = map(uncompressed.put_rows, request.batch.arrays)
         uncompressed = replayed(params, uncompressed, tokens, lengths, request.texts)
         whereabouts.append(_whereabouts(uncompressed, into_at_prompt(params, uncompressed)))
@@ -123,8 +123,8 @@ def record(
     held = [_of_text(positions_held(cache, 0), learned)]
     state = take(Decoding.begin(request.sampling, cache, size=0, log_probs=False), logits)
     answer = [_pending(state)]
-    while len(answer) < max_new_tokens and fetch(state.active)[0]:
-        tell("recording", len(answer), max_new_tokens, "tokens")
+    while len(answer) < request.limit and fetch(state.active)[0]:
+        tell("recording", len(answer), request.limit, "tokens")
         if follows and state.cache.policy.merge.effects.at_steps:
             whereabouts.append(_whereabouts(state.cache, into_at_step(params, state.cache)))
         state = _advance(state, params)

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from kvjax.checks import check_params, counted, is_integer, shown
+from kvjax.checks import check_params, checked_size, counted, shown
 from kvjax.models import Decoder, DecoderConfig
 
 DATA, MODEL, REPLICA = "data", "model", "replica"
@@ -30,18 +30,19 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     Args:
         data: the number of devices that batches are sharded over.
         model: the number of devices that heads, experts and MLP columns are sharded over.
-        devices: exactly data * model devices. By default the first available ones, in an order that suits their
-            interconnect.
+        devices: exactly data * model devices, each once. By default the first available ones, in an order that suits
+            their interconnect.
 
     Raises:
-        ValueError: a size is not an integer >= 1, or the number of devices does not match.
+        ValueError: a size is not an integer in 1 .. 2**31 - 1, the number of devices does not match, or one is there
+            twice.
     """
-    for name, size in ((DATA, data), (MODEL, model)):
-        if not is_integer(size) or size < 1:
-            raise ValueError(f"{name}={shown(size)}: expected an integer >= 1")
+    data, model = checked_size(DATA, data), checked_size(MODEL, model)
     given = devices if isinstance(devices, list | tuple | np.ndarray) else ()
     if devices is not None and not (len(given) and all(isinstance(device, jax.Device) for device in given)):
         raise ValueError(f"devices is of type {type(devices).__name__}: expected a list of JAX devices")
+    if len(set(given)) < len(given):
+        raise ValueError(f"devices={shown(given)} has a device twice: expected each once")
     available = jax.device_count() if devices is None else len(devices)
     if available < data * model or (devices is not None and available > data * model):
         known = f"there are {available} ({jax.default_backend()})" if devices is None else f"{available} were given"
@@ -207,18 +208,27 @@ def check_batch(rows: int, mesh: Mesh | None) -> None:
         )
 
 
-def check_allocated(x: Array | jax.ShapeDtypeStruct) -> None:
+def check_allocated(x: Array | np.ndarray | jax.ShapeDtypeStruct) -> None:
     """Raises ValueError for an array of a planned cache."""
     if isinstance(x, jax.ShapeDtypeStruct):
         raise ValueError("a planned cache has shapes and no values: expected a cache that has been allocated")
 
 
-def fetch(x: Array) -> np.ndarray:
-    """Returns the complete array on the host. With several processes, all must call it, and each gets the array.
+def fetch(x: Array | np.ndarray) -> np.ndarray:
+    """Returns the complete array on the host, where it may be already.
 
-    Raises ValueError for an array of a planned cache.
+    With several processes, all must call it, and each gets the array.
+
+    Raises ValueError for an array of a planned cache, or of a program that is being traced.
     """
     check_allocated(x)
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(
+            "this call reads values of arrays, which have none under jax.jit and other transformations: expected a "
+            "call outside of them, where kvjax.extend alone works"
+        )
+    if isinstance(x, np.ndarray):
+        return x
     if not (x.is_fully_addressable or x.is_fully_replicated):
         return multihost_utils.process_allgather(x, tiled=True)
     if len(x.sharding.device_set) > 1:  # gather through a second array, because an array caches its host copy

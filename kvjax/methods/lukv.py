@@ -13,13 +13,12 @@ Differences from kvpress:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.checks import shown
+from kvjax.checks import path_of, shown
 from kvjax.mesh.heads import Heads
 from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_kind
 
@@ -112,7 +111,7 @@ def read_curve(path: str, budget: int | float) -> HeadNumbers:
             f"budget={budget} with curve={shown(path)}: expected a float in (0, 1], since a curve is of shares"
         )
     try:
-        with Path(path).expanduser().open("rb") as file:
+        with path_of("curve", path).open("rb") as file:
             ratios = np.asarray(np.lib.format.read_array(file, allow_pickle=False), float)
         if ratios.ndim != 3 or len(ratios) != STEPS or not ratios.size or not np.isfinite(ratios).all():
             raise ValueError(f"it has shape {ratios.shape}, or numbers that are not finite")

@@ -42,18 +42,10 @@ class Ending(NamedTuple):
 def ending(cache: KVCache, compress: Compress) -> Ending:
     """Returns the ending of a call with this `compress`.
 
-    Raises ValueError where a cache would be compressed again and its policy can compress it only once, or not score it,
-    and for a cache that was read for several policies.
+    Raises ValueError as `check_compress` does, and for a cache that was read for several policies.
     """
     policy = cache.policy
-    again = compress == "chunk" or (compress == "end" and cache.filled)
-    if again and (reason := only_once(policy)) is not None:
-        raise ValueError(f"compress={compress!r} {reason}: expected 'auto' or 'never'")
-    if again and cache.filled and policy.every is None and policy.score.needs.hidden:
-        raise ValueError(
-            f"compress={compress!r} needs hidden states of earlier tokens, which are not kept; use compress='auto', or "
-            "a policy with every=, which keeps their scores"
-        )
+    check_compress(policy, compress, filled=cache.filled)
     if compress == "auto":
         compresses, final = not cache.filled or policy.every is not None, True
     else:
@@ -67,6 +59,22 @@ def ending(cache: KVCache, compress: Compress) -> Ending:
     if cache.entries.preallocates and policy.every is not None:  # heads that evict have slots for their capacity only
         compresses = True
     return Ending(compresses, allocate=False, final=final)
+
+
+def check_compress(policy: Policy, compress: Compress, *, filled: bool) -> None:
+    """Raises ValueError where a cache would be compressed again that its policy can compress only once, or not score.
+
+    Args:
+        filled: whether the cache has been compressed.
+    """
+    again = compress == "chunk" or (compress == "end" and filled)
+    if again and (reason := only_once(policy)) is not None:
+        raise ValueError(f"compress={compress!r} {reason}: expected 'auto' or 'never'")
+    if again and filled and policy.every is None and policy.score.needs.hidden:
+        raise ValueError(
+            f"compress={compress!r} needs hidden states of earlier tokens, which are not kept; use compress='auto', or "
+            "a policy with every=, which keeps their scores"
+        )
 
 
 def only_once(policy: Policy) -> str | None:
@@ -189,7 +197,7 @@ def with_room(cache: KVCache, room: int) -> KVCache:
     check_cache(cache)
     if not is_integer(room) or not 0 <= room <= LARGEST:
         raise ValueError(f"room={shown(room)}: expected an integer in 0 .. {LARGEST}")
-    size = cache.entries.growth(usage(cache), cache.rooms(room), windows=cache.windows)
+    size = cache.entries.growth(usage(cache), cache.rooms(int(room)), windows=cache.windows)
     if size is None:
         return cache
     check_fits(cache, size)

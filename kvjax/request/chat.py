@@ -42,20 +42,20 @@ def conversations_of(prompt: Any) -> Sequence[Any] | None:
     return prompt if batched else None
 
 
-def in_template(conversations: Sequence[Any], tokenizer: Any, answered: bool, options: TemplateOptions) -> list[str]:
-    """Returns the conversations as the chat template renders them, with all special tokens."""
-    for row, messages in enumerate(conversations):
-        _check_messages(row, messages)
+def in_template(
+    name: str, conversations: Sequence[Any], tokenizer: Any, answered: bool, options: TemplateOptions
+) -> list[str]:
+    """Returns the conversations of a prompt as the chat template renders them, with all special tokens."""
     if tokenizer is None:
-        raise ValueError("the prompt consists of chat messages and there is no tokenizer: expected tokenizer=")
+        raise ValueError(f"{name} consists of chat messages and there is no tokenizer: expected tokenizer=")
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            "the prompt consists of chat messages and the tokenizer has no chat template: expected text or token ids"
+            f"{name} consists of chat messages and the tokenizer has no chat template: expected text or token ids"
         )
     return [rendered(messages, tokenizer, answered, options) for messages in conversations]
 
 
-def check_template_options(options: Any, *, messages: bool) -> None:
+def check_template_options(options: Any, name: str, *, messages: bool) -> None:
     """Raises ValueError unless `options` are None, or for messages a dict of options such as `enable_thinking`.
 
     The template reads each under its name; `tools` and `documents` are those of transformers.
@@ -71,25 +71,25 @@ def check_template_options(options: Any, *, messages: bool) -> None:
         )
     if options and not messages:
         raise ValueError(
-            f"chat_template_kwargs={shown(dict(options))} and the prompt has no chat messages: expected messages, "
+            f"chat_template_kwargs={shown(dict(options))} and {name} has no chat messages: expected messages, "
             "because only they go through the chat template"
         )
 
 
-def _check_messages(row: int, messages: Any) -> None:
+def check_messages(row: str, messages: Any) -> None:
+    """Raises ValueError for what are no chat messages. The error names the row of the prompt as given."""
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(
-            f"row {row} of the prompt is {shown(messages)} beside rows of chat messages: expected a list of at "
-            "least one message"
+            f"{row} is {shown(messages)} beside rows of chat messages: expected a list of at least one message"
         )
     for i, message in enumerate(messages):
         fields = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
         if not all(isinstance(field, str) for field in fields):
             raise ValueError(
-                f"message {i} of row {row} is {shown(message)}: expected a dict whose 'role' and 'content' are strings"
+                f"message {i} of {row} is {shown(message)}: expected a dict whose 'role' and 'content' are strings"
             )
         for field in fields:
-            check_text(f"message {i} of row {row}", field)
+            check_text(f"message {i} of {row}", field)
 
 
 def check_text(name: str, text: Any) -> None:

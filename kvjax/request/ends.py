@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 from jaxtyping import Int
@@ -45,9 +45,9 @@ def end_tokens(eos: EndTokens, default: Sequence[int], batch: int) -> Int[np.nda
     """The end tokens of each row, padded with -1; `default` for None. Raises ValueError for what are none."""
     eos = default if eos is None else eos
     eos = eos.tolist() if hasattr(eos, "tolist") else eos
-    given: list[Any] = list(eos) if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos]
+    given: list[Any] = list(eos) if _has_items(eos) else [eos]
     given = [each.tolist() if hasattr(each, "tolist") else each for each in given]
-    by_row = bool(given) and all(isinstance(row, Iterable) and not isinstance(row, str) for row in given)
+    by_row = bool(given) and all(map(_has_items, given))
     rows = [list(row) for row in given] if by_row else [given] * batch
     if not all(is_integer(token) and 0 <= token <= LARGEST for row in rows for token in row):
         raise ValueError(
@@ -61,3 +61,8 @@ def end_tokens(eos: EndTokens, default: Sequence[int], batch: int) -> Int[np.nda
     for padded, row in zip(ends, rows, strict=True):
         padded[: len(row)] = row
     return ends
+
+
+def _has_items(value: Any) -> TypeGuard[Iterable[Any]]:
+    """Returns whether a value is a list of others, such as a set; texts, bytes and dicts are none."""
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)

@@ -15,19 +15,22 @@ from kvjax.checks import shown
 UNREAD = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping"}
 
 
-def check_encoding(encoding: Mapping[str, Any]) -> None:
+def check_encoding(name: str, encoding: Mapping[str, Any]) -> None:
     """Raises ValueError unless a mapping is what `tokenizer(text)` returns."""
     if "input_ids" not in encoding:
         raise ValueError(
-            f"the prompt is of type {type(encoding).__name__} with the keys {shown(list(encoding))}: expected a list "
+            f"{name} is of type {type(encoding).__name__} with the keys {shown(list(encoding))}: expected a list "
             "of chat messages, or what tokenizer(text) returns, with 'input_ids' and 'attention_mask'"
         )
     if unknown := [name for name in encoding if name not in {"input_ids", "attention_mask"} | UNREAD]:
         raise ValueError(
-            f"the prompt has the key {shown(unknown[0])}: expected 'input_ids' and 'attention_mask' of a tokenizer"
+            f"{name} has the key {shown(unknown[0])}: expected 'input_ids' and 'attention_mask' of a tokenizer"
         )
-    if not isinstance(encoding["input_ids"], list | tuple) and not hasattr(encoding["input_ids"], "__array__"):
-        raise ValueError(f"input_ids={shown(encoding['input_ids'])}: expected token ids of one row, or of several")
+    for field, expected in (("input_ids", "token ids"), ("attention_mask", "a 0 or 1 for each id")):
+        value = encoding.get(field)
+        listed = isinstance(value, list | tuple) or hasattr(value, "__array__")
+        if not listed and (value is not None or field == "input_ids"):
+            raise ValueError(f"{field}={shown(value)}: expected {expected} of one row, or of several")
 
 
 def without_padding(rows: Sequence[np.ndarray], mask: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -46,11 +49,17 @@ def without_padding(rows: Sequence[np.ndarray], mask: Sequence[np.ndarray]) -> l
     return kept
 
 
-def without_pad_tokens(rows: Sequence[Int[np.ndarray, "_"]], tokenizer: Any) -> list[np.ndarray]:
+def without_pad_tokens(
+    name: str, names: Sequence[str], rows: Sequence[Int[np.ndarray, "_"]], tokenizer: Any
+) -> list[np.ndarray]:
     """Returns rows that have no mask without the tokenizer's padding token at their ends, and warns if there was one.
 
     A padding token that is also the BOS or the end token may be text: one in the place of such a token, and in every
     row if all have the same length.
+
+    Args:
+        name: what messages call the prompt.
+        names: what they call each row.
 
     Raises:
         ValueError: for more of such tokens, because nobody can tell which of them are padding.
@@ -70,13 +79,13 @@ def without_pad_tokens(rows: Sequence[Int[np.ndarray, "_"]], tokenizer: Any) -> 
         allowed = int(pad == special and (not same_length or min(runs) > 0))
         if (run := max(runs)) > allowed:
             raise ValueError(
-                f"row {runs.index(run)} of the prompt {verb} with {run} of the token {pad}, which is padding and a "
+                f"{names[runs.index(run)]} {verb} with {run} of the token {pad}, which is padding and a "
                 "special token of texts: expected what tokenizer(texts, padding=True) returns, which has "
                 '"input_ids" and "attention_mask", or lists of ids without padding'
             )
     if dropped:
         warnings.warn(
-            f"the prompt has {dropped} padding tokens ({pad}) at the ends of rows, which are dropped: expected what "
+            f"{name} has {dropped} padding tokens ({pad}) at the ends of rows, which are dropped: expected what "
             'tokenizer(texts, padding=True) returns, which has "input_ids" and "attention_mask"',
             stacklevel=6,  # the caller of a public function, which `own_modes` wraps
         )

@@ -12,6 +12,7 @@ from kvjax.checks import cut, shown
 from kvjax.request.chat import (
     Messages,
     TemplateOptions,
+    check_messages,
     check_template_options,
     check_text,
     conversations_of,
@@ -45,8 +46,9 @@ def rows_of(
     begins: bool,
     answered: bool = True,
     chat_template_kwargs: TemplateOptions = None,
+    name: str = "the prompt",
 ) -> list[Int[np.ndarray, "_"]]:
-    """Returns the token ids of each row of a prompt.
+    """Returns the token ids of each row of a prompt, int32.
 
     Args:
         prompt: a string, a list of strings, a list of ids, ragged lists of ids, an integer array [N] or [B, N], what a
@@ -55,51 +57,53 @@ def rows_of(
         begins: whether the sequence begins with this prompt. The tokenizer adds its special tokens to text only then.
         answered: whether the model answers next. Chat messages end with the template's generation prompt only then.
         chat_template_kwargs: options of the chat template, see `check_template_options`.
+        name: what the messages of errors call the prompt.
 
     Raises:
         ValueError: for an empty batch or row, text or messages without a tokenizer, malformed messages, a chat template
             that is missing or fails, options without messages, values that are not integers, ids outside the
             vocabulary, or padding without a mask.
     """
-    mask = None
-    if isinstance(prompt, Mapping):
-        check_encoding(prompt)
-        prompt, mask = prompt["input_ids"], prompt.get("attention_mask")
-    if isinstance(prompt, str):
-        prompt = [prompt]
-    elif hasattr(prompt, "__array__") and np.ndim(prompt) > 0:
+    encoding = prompt if isinstance(prompt, Mapping) else {}
+    if encoding:
+        check_encoding(name, encoding)
+        prompt = encoding["input_ids"]
+    if hasattr(prompt, "__array__") and np.ndim(prompt) > 0:
         prompt = np.asarray(prompt)  # every row of an array on a device would be a compiled slice
-    elif not isinstance(prompt, list | tuple):
-        raise ValueError(f"the prompt is of type {type(prompt).__name__}: {EXPECTED}")
-    if len(prompt) == 0:
-        raise ValueError("the prompt is empty: expected at least one row of at least one token")
-    conversations = conversations_of(prompt)
-    check_template_options(chat_template_kwargs, messages=conversations is not None)
-    given = False  # whether the caller gave ids
+    elif not isinstance(prompt, str | list | tuple):
+        raise ValueError(f"{name} is of type {type(prompt).__name__}: {EXPECTED}")
+    given: Any = [prompt] if isinstance(prompt, str) else prompt
+    if len(given) == 0:
+        raise ValueError(f"{name} is empty: expected at least one row of at least one token")
+    names = [name] if is_single(prompt) else [f"row {i} of {name}" for i in range(len(given))]
+    conversations = None if encoding else conversations_of(given)
+    check_template_options(chat_template_kwargs, name, messages=conversations is not None)
     if conversations is not None:
-        texts = in_template(conversations, tokenizer, answered, chat_template_kwargs)
+        for each, messages in zip(names, conversations, strict=True):
+            check_messages(each, messages)
+        texts = in_template(name, conversations, tokenizer, answered, chat_template_kwargs)
         rows = [encoded(text, tokenizer, begins=begins, written=True) for text in texts]
-    elif isinstance(prompt[0], str):
+    elif isinstance(given[0], str) and not encoding:
         if tokenizer is None:
-            raise ValueError("the prompt is text and there is no tokenizer: expected tokenizer=, or token ids")
-        for i, text in enumerate(prompt):
-            check_text(f"row {i} of the prompt", text)
-        rows = [encoded(text, tokenizer, begins=begins) for text in prompt]
+            raise ValueError(f"{name} is text and there is no tokenizer: expected tokenizer=, or token ids")
+        for each, text in zip(names, given, strict=True):
+            check_text(each, text)
+        rows = [encoded(text, tokenizer, begins=begins) for text in given]
     else:
-        given, rows = True, _id_rows(prompt)
-    if mask is not None:
-        rows = without_padding(rows, _id_rows(mask))
-    elif given and tokenizer is not None and all(row.ndim == 1 for row in rows):
-        rows = without_pad_tokens(rows, tokenizer)
-    for i, row in enumerate(rows):
+        rows = _id_rows(given)
+        if encoding.get("attention_mask") is not None:
+            rows = without_padding(rows, _id_rows(encoding["attention_mask"]))
+        elif tokenizer is not None and all(row.ndim == 1 for row in rows):
+            rows = without_pad_tokens(name, names, rows, tokenizer)
+    for each, row in zip(names, rows, strict=True):
         if row.size == 0:
-            raise ValueError(f"row {i} of the prompt is empty: expected at least one token")
+            raise ValueError(f"{each} is empty: expected at least one token")
         if row.ndim != 1 or row.dtype.kind not in "iu":
-            raise ValueError(f"row {i} of the prompt is {row.dtype} of shape {row.shape}: expected integers [N]")
+            raise ValueError(f"{each} is {row.dtype} of shape {row.shape}: expected integers [N]")
         if row.min() < 0 or row.max() >= vocab_size:
             worst = row.min() if row.min() < 0 else row.max()
-            raise ValueError(f"row {i} of the prompt contains the id {worst}: expected ids in 0 .. {vocab_size - 1}")
-    return rows
+            raise ValueError(f"{each} contains the id {worst}: expected ids in 0 .. {vocab_size - 1}")
+    return [row.astype(np.int32) for row in rows]
 
 
 def encoded(text: str, tokenizer: Any, *, begins: bool, written: bool = False) -> Int[np.ndarray, "_"]:
@@ -116,7 +120,7 @@ def encoded(text: str, tokenizer: Any, *, begins: bool, written: bool = False) -
     try:
         ids = np.asarray(tokenizer(text, add_special_tokens=adds)["input_ids"])
     except Exception as error:  # tokenizers without a token for what they do not know; their errors have no class
-        raise ValueError(f"the tokenizer cannot encode the prompt {shown(text)}: {cut(str(error))}") from error
+        raise ValueError(f"the tokenizer cannot encode the text {shown(text)}: {cut(str(error))}") from error
     if adds:
         added = np.asarray(tokenizer("")["input_ids"])
         starts = (n for n in range(added.size, 0, -1) if np.array_equal(ids[: 2 * n], np.tile(added[:n], 2)))
@@ -129,11 +133,9 @@ def is_single(prompt: Prompt | None) -> bool:
     """Returns whether a prompt is one row by itself: a string, a conversation, or token ids without a batch axis."""
     if prompt is None or isinstance(prompt, str):
         return prompt is not None
-    if isinstance(prompt, Mapping):
-        prompt = prompt["input_ids"]
-    if hasattr(prompt, "__array__"):
-        return np.ndim(prompt) == 1
-    rows: Any = prompt
+    rows: Any = prompt["input_ids"] if isinstance(prompt, Mapping) else prompt
+    if hasattr(rows, "__array__"):
+        rows = np.asarray(rows)
     first = rows[0]
     return isinstance(first, Mapping) or (not isinstance(first, str | list | tuple) and np.ndim(first) == 0)
 
@@ -141,7 +143,7 @@ def is_single(prompt: Prompt | None) -> bool:
 def _id_rows(ids: Any) -> list[np.ndarray]:
     """Returns one array per row of ids, or of a mask."""
     ids = np.atleast_1d(ids) if hasattr(ids, "__array__") else ids
-    rows = ids if len(ids) and (isinstance(ids[0], list | tuple) or np.ndim(ids[0]) > 0) else [ids]
+    rows = ids if len(ids) and not is_single(ids) else [ids]
     return [_array(row) for row in rows]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax import policies
 from kvjax.cache import room_for
-from kvjax.checks import check_params, check_size, counted, is_integer, shown
+from kvjax.checks import check_params, checked_size, counted, is_integer, shown
 from kvjax.decoding.loop import Sampling
 from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.extend import check_mesh, check_policy, check_same_model
@@ -25,8 +25,8 @@ from kvjax.models import Decoder
 from kvjax.policy import Policy, Texts
 from kvjax.policy.suits import check_attached
 from kvjax.reading.prompt import Batch, read_prompt
-from kvjax.reading.replays import encoded_texts
-from kvjax.reading.room import Compress, check_reading, ending
+from kvjax.reading.replays import check_one_call, encoded_texts
+from kvjax.reading.room import Compress, check_compress, check_reading, ending
 from kvjax.request.chat import TemplateOptions, check_template_options
 from kvjax.request.ends import EndTokens, default_ends, end_tokens
 from kvjax.request.positions import beyond
@@ -56,7 +56,7 @@ class Request:
         texts: token ids that the policy's score replays after the prompt.
         chunk: the number of tokens to read at a time; None reads the prompt in one piece.
         compress: when to compress, as `generate` documents it.
-        room: the number of slots to leave for the answer.
+        limit: the most tokens of the answer; 0 if none is asked for.
         sampling: None if no answer is asked for.
     """
 
@@ -65,7 +65,7 @@ class Request:
     texts: Texts = ()
     chunk: int | None = None
     compress: Compress = "auto"
-    room: int = 0
+    limit: int = 0
     sampling: Sampling | None = None
 
     @classmethod
@@ -92,21 +92,24 @@ class Request:
         config, policy = params.config, as_policy(policy)
         if cache is not None and not isinstance(cache, KVCache):
             raise ValueError(f"cache={shown(cache)}: expected a KVCache or None")
+        limit = 0
         if answer is not None:
-            check_answer(answer.sampler, answer.max_new_tokens)
+            check_sampler(answer.sampler)
+            limit = checked_size("max_new_tokens", answer.max_new_tokens)
         check_reading(chunk, compress)
+        begins = cache is None or not fetch(cache.length).any()
         rows = []
         if prompt is not None:
             rows = rows_of(
                 prompt,
                 tokenizer,
                 config.vocab_size,
-                begins=cache is None,
+                begins=begins,
                 answered=answer is not None,
                 chat_template_kwargs=chat_template_kwargs,
             )
         else:
-            check_template_options(chat_template_kwargs, messages=False)
+            check_template_options(chat_template_kwargs, "the prompt", messages=False)
         if cache is not None:
             check_policy(cache, policy)
             check_same_model(cache, params)
@@ -120,7 +123,11 @@ class Request:
         check_batch(len(rows), mesh)
         # Without a prompt the pending tokens are decoded in one step, which needs no bucket.
         batch = Batch.of(rows, size=1 if prompt is None else None)
-        replays = cache is None or ending(cache, compress).allocate
+        replays = True
+        if cache is None:
+            check_compress(under, compress, filled=False)
+        elif replays := ending(cache, compress).allocate:
+            check_one_call(under, begins)
         texts = texts_of(under, tokenizer, config.vocab_size) if replays else ()
         sampling = None if answer is None else _sampling(answer, params, tokenizer, rows, begins=prompt is not None)
         # Everything has been checked. From here on programs may be compiled.
@@ -129,13 +136,19 @@ class Request:
             cache = KVCache.empty(config, under, jnp.asarray(batch.lengths), size, dtype, mesh)
         else:
             cache = cache.private() if cache.batch_size == len(rows) else cache.repeated(len(rows))
+            nothing = jnp.asarray(np.full(len(rows), -1, np.int32))  # the batch has the tokens that were pending
+            cache = replace(cache, pending=cache.put_rows(nothing))
             if not cache.filled:
                 cache = cache.for_prompts(fetch(cache.length) + batch.lengths)
-        limit = 0 if answer is None else int(answer.max_new_tokens)
         longest = int(np.max(fetch(cache.length) + batch.lengths)) + limit
         if (told := beyond(config, longest, "the request reaches")) is not None:
             warnings.warn(told, stacklevel=4)  # the caller of a public function, which `own_modes` wraps
-        return cls(batch, cache, texts, chunk, compress, room_for(limit), sampling)
+        return cls(batch, cache, texts, None if chunk is None else int(chunk), compress, limit, sampling)
+
+    @property
+    def room(self) -> int:
+        """The number of slots to leave for the answer."""
+        return room_for(self.limit)
 
 
 def read_request(params: Decoder, request: Request) -> tuple[Float[Array, "B V"], KVCache]:
@@ -199,11 +212,10 @@ def texts_of(policy: Policy, tokenizer: Any, vocab_size: int) -> Texts:
     return texts
 
 
-def check_answer(sampler: Any, max_new_tokens: Any) -> None:
-    """Raises ValueError for a sampler or a number of tokens that is not accepted."""
+def check_sampler(sampler: Any) -> None:
+    """Raises ValueError unless `sampler` is None or a sampler."""
     if sampler is not None and not isinstance(sampler, SamplingMethod):
         raise ValueError(f"sampler={shown(sampler)}: expected kvjax.Greedy(), kvjax.Sampler(...) or None")
-    check_size("max_new_tokens", max_new_tokens)
 
 
 def _sampling(
@@ -228,7 +240,7 @@ def _row_keys(seed: Any, batch: int) -> Key[Array, "B"]:
     given = seed.tolist() if isinstance(seed, np.ndarray) else seed
     if is_seed(given):
         return jax.random.split(jax.random.key(int(given)), batch)
-    seeds: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    seeds: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, bytes) else [given]
     if len(seeds) != batch or not all(map(is_seed, seeds)):
         raise ValueError(f"seed={shown(seed)}: {_expected_seed(batch)}")
     return jnp.stack([jax.random.key(int(s)) for s in seeds])

@@ -1,7 +1,8 @@
 """The modes of JAX that kvjax computes in, whatever the caller has set.
 
 Types and ranks of kvjax's arrays are declared, so the caller's rules for promoting them, and 64-bit types, have no part
-in them. Prompts come from the host and answers go there, so a guard against transfers stops at kvjax's door.
+in them. Prompts come from the host and answers go there, so a guard against transfers stops at kvjax's door. Arrays say
+which mesh they lie on, and the one of `jax.set_mesh` may be another.
 `jax.disable_jit`, `jax_debug_nans` and all other modes stay as the caller has set them.
 """
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, AxisType
 
 from .memory import memory_errors
 
@@ -38,6 +41,19 @@ def own_modes() -> Iterator[None]:
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
         jax.transfer_guard("allow"),
+        _no_mesh(),
         memory_errors(),
     ):
         yield
+
+
+def _no_mesh() -> AbstractContextManager[Any]:
+    """Sets no mesh if there is one, except within a program of the caller whose arrays are typed by the mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return nullcontext()
+    try:
+        return jax.set_mesh(None)
+    except ValueError:  # within a program of the caller, where nobody may change the devices
+        auto = set(mesh.axis_types) == {AxisType.Auto}
+        return jax.sharding.use_abstract_mesh(AbstractMesh((), ())) if auto else nullcontext()

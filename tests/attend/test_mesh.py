@@ -224,6 +224,12 @@ def test_what_does_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=r"the cache lies on .*, the parameters on .*: expected the same for both"):
             act()
+    first, second = (jax.device_put(one_device, device) for device in jax.devices()[:2])
+    with pytest.raises(
+        ValueError, match=r"the cache lies on the device cpu:0, the parameters on the device cpu:1: exp"
+    ):
+        kvjax.generate(second, ROWS, cache=jax.device_put(document, jax.devices()[0]))
+    kvjax.extend(first, document, np.zeros((8, 1), int))  # which is committed to no device
     elsewhere = NamedSharding(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec())
     with pytest.raises(ValueError, match=r"'x': 8.*: expected a mesh of kvjax.make_mesh"):
         kvjax.generate(jax.device_put(one_device, elsewhere), ROWS)

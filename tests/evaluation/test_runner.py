@@ -38,6 +38,14 @@ GRID = Grid.of(
 )
 
 
+def test_the_folder_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(ValueError, match="file is a file: expected a folder"):
+            run_plan(plan(found=[]), pytest.fail, out)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def plan(grid: Grid = GRID, found: Sequence[Item | Refusal] | None = None) -> RunPlan:
     found = list(read_items(grid, tokenizer(), 4096)) if found is None else found
     return RunPlan(

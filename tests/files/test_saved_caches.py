@@ -142,6 +142,12 @@ def test_no_cache(shallow: Decoder, tmp_path: Path) -> None:
             kvjax.restore_cache(path, shallow)
 
 
+def test_paths_that_are_none(shallow: Decoder) -> None:
+    for path, message in (("~nobody-has-this-name/x", "expected the home folder of a user"), ("a\0b", "of code 0")):
+        with pytest.raises(ValueError, match=message):
+            kvjax.restore_cache(path, shallow)
+
+
 def test_nothing_is_overwritten(shallow: Decoder, saved: Path) -> None:
     other = kvjax.prefill(shallow, ROWS[::-1], policy=SAVED)
     with pytest.raises(ValueError, match=r"cache is not empty, it holds .* overwrite=True"):

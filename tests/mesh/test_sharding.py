@@ -26,8 +26,10 @@ def test_mesh(data: int, model: int) -> None:
     [
         ({"data": 4, "model": 4}, r"data=4 x model=4 takes 16 devices; there are 8 \(cpu\)"),
         ({"data": 2, "devices": jax.devices()[:3]}, r"data=2 x model=1 takes 2 devices; 3 were given"),
-        ({"data": 0}, r"data=0: expected an integer >= 1"),
-        ({"model": 2.0}, r"model=2.0: expected an integer >= 1"),
+        ({"data": 0}, r"data=0: expected an integer in 1 .. 2147483647"),
+        ({"model": 2.0}, r"model=2.0: expected an integer in 1 .. 2147483647"),
+        ({"data": 2, "devices": jax.devices()[:1] * 2}, r"devices=\[.*\] has a device twice: expected each once"),
+        ({"data": np.int8(100), "model": np.int8(100)}, r"data=100 x model=100 takes 10000 devices"),
     ],
 )
 def test_meshes_that_are_none(sizes: dict, message: str) -> None:

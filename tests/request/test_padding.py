@@ -61,9 +61,12 @@ def test_special_tokens_at_the_ends_are_no_padding(tokenizer: PreTrainedTokenize
         ({"input_ids": [5, 7], "attention_mask": []}, "attention_mask has another shape"),
         ({"input_ids": [5, 7], "attention_mask": [1, 2]}, "other values than 0 and 1"),
         ({"input_ids": [5, 7, 5], "attention_mask": [1, 0, 1]}, "a 0 between two 1"),
-        ({"input_ids": [5, 7], "attention_mask": [0, 0]}, "row 0 of the prompt is empty"),
+        ({"input_ids": [5, 7], "attention_mask": [0, 0]}, "the prompt is empty"),
+        ({"input_ids": [5, 7], "attention_mask": 1}, "attention_mask=1: expected a 0 or 1 for each id of one row"),
+        ({"input_ids": [5, 7], "attention_mask": np.array(1)}, "attention_mask has another shape"),
+        ({"input_ids": ["ba"]}, "row 0 of the prompt is <U2 .* expected integers"),
         ({"input_ids": "ba"}, "input_ids='ba': expected token ids"),
-        ([{"input_ids": [5], "attention_mask": [1]}], "message 0 of row 0"),
+        ([{"input_ids": [5], "attention_mask": [1]}], "message 0 of the prompt"),
     ],
 )
 def test_other_mappings_are_refused(prompt: Any, message: str, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvjax.cache import bucket
 from kvjax.reading.prompt import Batch
-from kvjax.request.prompts import rows_of
+from kvjax.request.prompts import is_single, rows_of
 
 
 def test_buckets_are_few_and_waste_less_than_half() -> None:
@@ -60,6 +60,19 @@ def test_chunks_end_together() -> None:
         (whole,) = batch.chunks(size)
         assert whole.tokens.tolist() == batch.tokens.tolist()
         assert whole.lengths.tolist() == [7, 1]
+
+
+def test_texts_in_an_array_are_rows(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = ["ba ce", "di"]
+    for array in (np.array(texts), np.array(texts, object)):
+        assert [row.tolist() for row in rows_of(array, tokenizer, 101, begins=False)] == [[5, 11], [17]]
+        assert not is_single(array)
+
+
+def test_ids_are_integers_of_32_bits(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Rows of several kinds are joined with pending tokens, and are indices."""
+    for prompt in ("ba ce", [5, 11], np.array([5, 11], np.uint64), np.array([[5], [11]], np.int8)):
+        assert all(row.dtype == np.int32 for row in rows_of(prompt, tokenizer, 101, begins=True))
 
 
 def test_special_tokens_stand_where_a_text_begins(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -141,11 +154,11 @@ def test_templates_without_a_bos_token(tokenizer: PreTrainedTokenizerFast) -> No
 
 
 MALFORMED = {
-    "no content": ([{"role": "user"}], "message 0 of row 0 is {'role': 'user'}: expected a dict whose 'role' and"),
-    "no role": ([USER, {"content": "ba"}], "message 1 of row 0 is {'content': 'ba'}: expected a dict"),
-    "content that is no text": ([{"role": "user", "content": 3}], "message 0 of row 0 is .*: expected a dict"),
-    "text among messages": ([USER, "ba"], "message 1 of row 0 is 'ba': expected a dict"),
-    "a number in a batch": ([[USER], [USER, 3]], "message 1 of row 1 is 3: expected a dict"),
+    "no content": ([{"role": "user"}], "message 0 of the prompt is {'role': 'user'}: expected a dict whose 'role' and"),
+    "no role": ([USER, {"content": "ba"}], "message 1 of the prompt is {'content': 'ba'}: expected a dict"),
+    "content that is no text": ([{"role": "user", "content": 3}], "message 0 of the prompt is .*: expected a dict"),
+    "text among messages": ([USER, "ba"], "message 1 of the prompt is 'ba': expected a dict"),
+    "a number in a batch": ([[USER], [USER, 3]], "message 1 of row 1 of the prompt is 3: expected a dict"),
     "text among conversations": ([[USER], "ba"], "row 1 of the prompt is 'ba' beside rows of chat messages: expected"),
     "an empty conversation": ([[USER], []], r"row 1 of the prompt is \[\] beside rows of chat messages: expected"),
     "an empty conversation first": ([[], [USER]], "row 0 of the prompt is empty"),
@@ -185,6 +198,7 @@ def test_messages_need_a_tokenizer_with_a_template(tokenizer: PreTrainedTokenize
 def test_templates_that_fail(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, template: Any, message: str
 ) -> None:
-    monkeypatch.setattr("kvjax.request.chat.TEMPLATE_SECONDS", 0.2)
+    if template == ENDLESS:
+        monkeypatch.setattr("kvjax.request.chat.TEMPLATE_SECONDS", 0.2)
     with pytest.raises(ValueError, match=message):
         rows_of([USER], chatting(tokenizer, template), 101, begins=True)

@@ -14,6 +14,7 @@ from flax import nnx
 import kvjax
 from kvjax.models import Decoder
 from kvjax.policies import h2o, morphkv, snapkv, streaming_llm
+from kvjax.request.request import AnswerOptions, Request
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +54,13 @@ BAD_PROMPTS = {
     "empty row": ([[1], []], "row 1 of the prompt is empty: expected at least one token"),
     "empty rows of an array": (np.zeros((2, 0), np.int32), "row 0 of the prompt is empty"),
     "beyond the vocabulary": ([[1], [2, 60]], "row 1 of the prompt contains the id 60: expected ids in 0 .. 59"),
-    "below zero": ([1, -1], "row 0 of the prompt contains the id -1: expected ids in 0 .. 59"),
-    "floats": ([1.0, 2.0], "row 0 of the prompt is float64 .* expected integers"),
+    "below zero": ([1, -1], "the prompt contains the id -1: expected ids in 0 .. 59"),
+    "floats": ([1.0, 2.0], "the prompt is float64 .* expected integers"),
     "float array": (jnp.ones((1, 3)), "row 0 of the prompt is float32 .* expected integers"),
-    "booleans": (np.ones(3, bool), "row 0 of the prompt is bool .* expected integers"),
+    "booleans": (np.ones(3, bool), "the prompt is bool .* expected integers"),
     "three axes": (np.zeros((1, 2, 3), np.int32), r"row 0 of the prompt is int32 of shape \(2, 3\)"),
     "lists of lists of lists": ([[[1], [2, 3]]], "row 0 of the prompt is object"),
-    "ids and rows": ([1, [2, 3]], "row 0 of the prompt is object"),
+    "ids and rows": ([1, [2, 3]], "the prompt is object"),
     "text": ("a text", "expected tokenizer="),
     "texts": (["a text"], "expected tokenizer="),
     "a dictionary": ({"role": "user"}, "the prompt is of type dict with the keys"),
@@ -110,6 +111,10 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "large end": ({"eos": 2**40}, "eos=1099511627776: expected"),
     "end as text": ({"eos": "."}, r"eos='\.': expected"),
+    "ends as bytes": ({"eos": b"ab"}, "eos=b'ab': expected"),
+    "ends as a dictionary": ({"eos": {3: 4}}, "eos={3: 4}: expected"),
+    "seeds as bytes": ({"seed": b"ab"}, "seed=b'ab': expected an integer"),
+    "seeds without an order": ({"seed": {5, 3}}, "seed={.*}: expected an integer"),
     "end is no integer": ({"eos": [3, 0.5]}, r"eos=\[3, 0.5\]: expected"),
     "ends of some rows": ({"eos": [[3], 4]}, r"eos=\[\[3\], 4\]: expected"),
     "ends of too many rows": (
@@ -119,6 +124,10 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "chunks of nothing": ({"chunk": 0}, "chunk=0: expected a number of tokens >= 1"),
     "half a chunk": ({"chunk": 0.5}, "chunk=0.5: expected"),
     "compress by chunk without chunks": ({"compress": "chunk"}, "compress='chunk' needs chunk="),
+    "a second allocation": (
+        {"policy": "dynamickv:budget=24,window=4", "compress": "chunk", "chunk": 16},
+        "compress='chunk' would allocate the budget to layers and heads more than once: expected 'auto' or 'never'",
+    ),
     "compress sometimes": ({"compress": "often"}, "compress='often': expected one of 'auto', 'never', 'end', 'chunk'"),
 }
 
@@ -162,7 +171,7 @@ def test_chat_messages(fresh: Decoder, tokenizer: Any, compiled: list[str]) -> N
     for call in (kvjax.generate, kvjax.prefill, kvjax.stream):
         with pytest.raises(ValueError, match="no chat template"):
             call(fresh, [{"role": "user", "content": "ba"}], tokenizer=tokenizer)
-        with pytest.raises(ValueError, match="message 0 of row 0 is"):
+        with pytest.raises(ValueError, match="message 0 of the prompt is"):
             call(fresh, [{"role": "user"}], tokenizer=tokenizer)
     assert compiled == []
 
@@ -170,6 +179,7 @@ def test_chat_messages(fresh: Decoder, tokenizer: Any, compiled: list[str]) -> N
 @pytest.mark.long
 def test_caches(fresh: Decoder, document: kvjax.KVCache, compiled: list[str]) -> None:
     wider = Decoder(replace(fresh.config, head_dim=12), nnx.Rngs(0))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), fresh)
     unfinished = replace(document, filled=False)
     compiled.clear()
     for params, prompt, options, message in (
@@ -180,6 +190,7 @@ def test_caches(fresh: Decoder, document: kvjax.KVCache, compiled: list[str]) ->
             {},
             r"the cache has \(layers, kv heads, head size\) \(1, 2, 8\): the model needs \(1, 2, 12\)",
         ),
+        (half, [[1], [2]], {}, "the cache has keys and values of float32: the model needs bfloat16"),
         (fresh, [1, 2], {}, "the prompt has 1 row: expected 2, the number of rows of the cache"),
         (fresh, [[1], [2], [3]], {}, "the prompt has 3 rows: expected 2"),
         (fresh, None, {}, "no pending token: expected a prompt of at least one token"),
@@ -201,6 +212,26 @@ def test_positions_beyond_the_models(shallow: Decoder) -> None:
     assert answer.lengths.tolist() == [5]
     with pytest.warns(UserWarning, match="reaches position 24"):
         kvjax.generate(params, None, cache=answer.cache, max_new_tokens=3)
+
+
+def test_a_prompt_that_is_replayed_does_not_go_on(fresh: Decoder) -> None:
+    """Which a stream says at the call, before anything is read."""
+    begun = kvjax.empty_cache(fresh, kvjax.policies.kvcompose(8), np.array([3]))
+    kvjax.stream(fresh, [1], cache=begun)
+    with pytest.raises(ValueError, match="the policy replays the prompt: expected a prompt that is read in one call"):
+        kvjax.stream(fresh, [1], cache=replace(begun, length=begun.length + 3))
+
+
+def test_text_begins_in_an_empty_cache(shallow: Decoder, tokenizer: Any) -> None:
+    cache = kvjax.empty_cache(shallow, kvjax.policies.full(), np.array([3]))
+    requests = [Request.of(shallow, "ba ce", tokenizer=tokenizer, cache=given) for given in (None, cache)]
+    assert requests[0].batch.lengths.tolist() == [3]
+    np.testing.assert_array_equal(*(request.batch.tokens for request in requests))
+
+
+def test_numbers_of_numpy_are_as_large_as_those_of_python(shallow: Decoder) -> None:
+    request = Request.of(shallow, [1], chunk=np.uint8(16), answer=AnswerOptions(np.int8(127)))
+    assert (request.limit + 1, request.room, -request.chunk) == (128, 128, -16)
 
 
 def test_control(fresh: Decoder, compiled: list[str]) -> None:

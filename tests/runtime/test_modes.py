@@ -116,6 +116,32 @@ def test_a_step_within_a_program_of_the_caller(mode: str) -> None:
     np.testing.assert_allclose(logits, plain, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_a_mesh_that_the_caller_has_set() -> None:
+    """Two devices share each kv head, so that the arrays lie on a mesh with another axis."""
+    mesh = kvjax.make_mesh(2, 4)
+    with jax.set_mesh(mesh):
+        params = kvjax.shard(decoder(), mesh)
+        answer = kvjax.generate(params, ROWS, **OPTIONS)
+        np.testing.assert_array_equal(answer.tokens, tokens("full"))
+        last = answer.cache.pending[:, None]
+        plain, within = (call(params, answer.cache, last)[0] for call in (kvjax.extend, jax.jit(kvjax.extend)))
+        np.testing.assert_allclose(within, plain, rtol=1e-5, atol=1e-6)
+        assert jax.sharding.get_mesh() == mesh
+
+
+def test_a_program_of_the_caller_has_no_values() -> None:
+    params, cache = decoder(), kvjax.prefill(decoder(), ROWS)
+    for call in (lambda: kvjax.generate(params, ROWS).tokens, lambda: kvjax.prefill(params, ROWS).length):
+        with pytest.raises(
+            ValueError, match=r"none under jax.jit .*: expected a call outside of them, where kvjax.ext"
+        ):
+            jax.jit(call)()
+    with pytest.raises(ValueError, match=r"none under jax.jit"):
+        jax.jit(lambda cache: kvjax.with_room(cache, 3).length)(cache)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_process_is_refused_and_does_not_wait_for_ever() -> None:

@@ -47,7 +47,7 @@ GOOD_CHAT = {"model": "tiny", "max_tokens": 2}
         (GOOD | {"prompt": {"a": "x" * 5000}}, "prompt", "invalid_type", "... (5,009 characters): expected a string"),
         (GOOD | {"prompt": [101]}, "prompt", "invalid_value", "0 .. 100"),
         (GOOD | {"prompt": "ba " * 40}, "prompt", "context_length_exceeded", "maximum context length"),
-        (GOOD | {"prompt": "Emma"}, "prompt", "invalid_value", "cannot encode the prompt 'Emma': "),
+        (GOOD | {"prompt": "Emma"}, "prompt", "invalid_value", "cannot encode the text 'Emma': "),
         (GOOD | {"prefix": []}, "prefix", "invalid_value", "prefix=[]: expected a string or token ids"),
         (GOOD | {"max_tokens": 513}, "max_tokens", "invalid_value", "max_tokens=513: expected at most 512"),
         (GOOD | {"max_tokens": 0}, "max_tokens", "invalid_value", "max_tokens=0: expected an integer of at least 1"),

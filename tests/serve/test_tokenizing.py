@@ -28,7 +28,7 @@ def test_there_and_back(serving: Serving) -> None:
         ("/tokenize", {"prompt": "ba", "messages": CHAT["messages"]}, "prompt", 'prompt="ba": expected a string, or'),
         ("/tokenize", {"prompt": 5}, "prompt", "prompt=5: expected"),
         ("/tokenize", {"prompt": "ba", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "beside messages"),
-        ("/tokenize", {"prompt": "Emma"}, "prompt", "cannot encode the prompt 'Emma'"),
+        ("/tokenize", {"prompt": "Emma"}, "prompt", "cannot encode the text 'Emma'"),
         ("/tokenize", {"text": "ba"}, "text", "text: unknown or not supported; expected one of model, prompt"),
         ("/detokenize", {"tokens": []}, "tokens", "tokens=[]: expected a list of token ids"),
         ("/detokenize", {"tokens": [101]}, "tokens", "tokens has 101: expected ids in 0 .. 100"),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.checks import shown
+from kvjax.checks import path_of, shown
 from kvjax.files.reading import read_text
 
 HeadNumbers: TypeAlias = tuple[tuple[float, ...], ...]  # by layer and head
@@ -36,7 +36,7 @@ def read_numbers(name: str, path: str | Path) -> HeadNumbers:
     Raises:
         ValueError: for a file or a folder that has no such numbers.
     """
-    path = Path(path).expanduser()
+    path = path_of(name, path)
     try:
         if not path.exists():
             raise ValueError("there is no such file or folder")
