@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax.cache import UNLIMITED, Slots, mark
-from kvjax.checks import is_finite, is_number, shown
+from kvjax.checks import check_truth, is_finite, is_number, shown
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods import registry
 from kvjax.methods.common import group_weights, nearest, query_bits
@@ -137,6 +137,7 @@ __all__ = [
     "check_share",
     "check_share_of",
     "check_sinks",
+    "check_truth",
     "check_window",
     "cholesky",
     "compact",

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
-from kvjax.checks import shown
+from kvjax.checks import check_truth, shown
 from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import Reduction, fold, top_counts
 from kvjax.policy import (
@@ -281,6 +281,7 @@ def kvcompose(
     Raises:
         ValueError: for a value that is not accepted, and for options that mean nothing with or without `structured`.
     """
+    check_truth("structured", structured)
     allocated: AllocatedBudget
     if structured:
         if groups != 1:

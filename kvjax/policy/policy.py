@@ -16,7 +16,7 @@ from kvjax.pallas_kernels import Stored
 from .budget import Budget, most_entries
 from .learned import LearnedTokens
 from .merge import Drop, Merge
-from .part import Part, check_choice, check_integer, check_kind, named
+from .part import Part, check_choice, check_integer, check_kind, check_truths, named
 from .score import LayerShape, Moment, Score
 from .select import Ranked, Select, TopTokens
 from .shares import share_of
@@ -129,6 +129,7 @@ class Policy:
             )
         for part in filter(None, (self.score, self.budget, self.select, self.merge, self.storage, self.learned)):
             with named(_name(part)):
+                check_truths(part)
                 part.check(self)
         smallest = self.budget.smallest
         if smallest is not None and smallest < self.minimum:
