@@ -44,7 +44,7 @@ LEAST = {
     **dict.fromkeys(("duo_attention.recent", "simlayerkv.recent", "LazyAttention.recent", "Ladder.recent"), 1),
     **dict.fromkeys(("fastgen.sinks", "AttentionClasses.sinks"), 1),
     **dict.fromkeys(("lag", "run", "epikv.window", "HiddenChange.window"), 2),
-    **dict.fromkeys(("entropy_gated_chunkkv.length", "GatedChunks.length"), 5),
+    **dict.fromkeys(("entropy_gated_chunkkv.length", "GatedChunks.length"), 2),
 }
 FLOATS = {  # with an integer for those that take one as well
     "[0, 1)": ("first", "recent", "upper", "merge.heavy", "heavy", "exempt", "large", "early", "late"),
