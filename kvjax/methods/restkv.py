@@ -137,7 +137,9 @@ class LostOutput(QueryWindow):
         age = (jnp.max(at, axis=1, keepdims=True) - at).T[..., None]
         older, newer = age >= self.window - half, age < half
         moved = jnp.sum(jnp.where(older, sums, 0) - jnp.where(newer, sums, 0), axis=0)  # exact in short prompts
-        return jnp.trunc(moved / (chosen * max(half, 1) * self.reach)).astype(jnp.int32).reshape(B, H, group)
+        # Number by number, because the product may exceed 32 bits.
+        moved = moved / chosen / max(half, 1) / self.reach
+        return jnp.trunc(moved).astype(jnp.int32).reshape(B, H, group)
 
     def _pooled(
         self, scores: Float[Array, "B H G M"], eligible: Bool[Array, "B H M"], drift: Int[Array, "B H G"]
