@@ -47,6 +47,7 @@ from kvjax.policy import (
 from .common.allocation import check_mean, raise_best
 from .common.budgets import budget_of
 from .common.projected_norms import projected_norms
+from .common.refusals import check_prompts_only
 from .common.shares import GlobalShares
 from .registry import preset
 
@@ -128,10 +129,7 @@ class TaskAttention(Score):
         )
 
     def check(self, policy: Policy) -> None:
-        if policy.every is not None:
-            raise ValueError(
-                f"it scores a prompt, and nothing that is decoded; it cannot be combined with every={policy.every}"
-            )
+        check_prompts_only(policy)
         if self.source != "self" and not policy.allocates:
             raise ValueError(
                 f"source={self.source!r} runs tokens over the complete prompt, and under {policy.budget} each layer is "
@@ -140,9 +138,8 @@ class TaskAttention(Score):
             )
 
     def init(self, shape: LayerShape) -> tuple[TaskWeights, None]:
-        B, H, G = shape.batch, shape.kv_heads, shape.heads // shape.kv_heads
-        weights = jnp.zeros((B, H, G, shape.slots), jnp.float32)
-        return TaskWeights(weights, jnp.zeros((B, H, shape.slots), jnp.int32)), None
+        weights = shape.per_slot(shape.heads // shape.kv_heads)
+        return TaskWeights(weights, shape.per_slot(dtype=jnp.int32)), None
 
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
         zeros = jnp.zeros_like(lengths)

@@ -107,10 +107,7 @@ class FoldedWindow(Score):
         return self.window // self.block
 
     def init(self, shape: LayerShape) -> tuple[Folds, QueryRing]:
-        def zeros(*inner: int) -> Array:
-            return jnp.zeros((shape.batch, shape.kv_heads, *inner, shape.slots), jnp.float32)
-
-        folds = Folds(zeros(self.columns), zeros() if self.ahead else None)
+        folds = Folds(shape.per_slot(self.columns), shape.per_slot() if self.ahead else None)
         return folds, QueryRing.empty(shape, self.window)
 
     def asks(self, per_row: QueryRing, positions: Int[Array, "B"]) -> Asked | None:

@@ -72,7 +72,7 @@ class JointImportance(QueryWindow):
             logits = jnp.maximum(logits, capped(new * moment.scale, moment.layer.softcap))
         if entries.bias is not None:
             logits = logits + entries.bias[:, :, None]
-        distant = (held >= 0) & (held < moment.next_position[:, None, None] - self.window)
+        distant = self.distant(entries, moment)
         at = ring.positions[..., None]
         visible = distant[:, :, None] & (at >= 0)
         if moment.window is not None:

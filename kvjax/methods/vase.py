@@ -64,8 +64,7 @@ class StochasticAttention(QueryWindow):
         check_by_entry(policy, "scores entries with large values above all others")
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        held = entries.positions >= 0
-        distant = held & (entries.positions < moment.next_position[:, None, None] - self.window)
+        distant = self.distant(entries, moment)
         shares = WindowAttention(self.window, Reduction(rows="mean", group="mean"), normalise="distant")(
             entries, moment
         )

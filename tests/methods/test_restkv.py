@@ -192,7 +192,9 @@ def test_a_weight_of_one_has_finite_odds():
 
 def test_refusals():
     made = restkv(12, 4)
-    with pytest.raises(ValueError, match=r"LostOutput pools entries in order of position, and every=2 overwrites"):
+    with pytest.raises(
+        ValueError, match=r"LostOutput: its pooling needs entries in order of position, and every=2 overwrites"
+    ):
         replace(made, every=2)
     for option, error in REFUSED.items():
         with pytest.raises(ValueError, match=error):
