@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import capped
 from kvjax.pallas_kernels.arrays import by_member
-from kvjax.policy import Moment, Policy, Protect, check_number
+from kvjax.policy import Moment, Policy, Protect, check_kind, check_number
 
 from .common.budgets import budget_of
 from .common.pooling import Pooling
@@ -52,6 +52,7 @@ class JointImportance(QueryWindow):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_kind("pooling", self.pooling, Pooling)
         check_number("mix", self.mix, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         check_number("threshold", self.threshold, "a number in [-1, 1]", lambda x: -1 <= x <= 1)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import Reduction, top_tokens
-from kvjax.policy import Moment, Needs, Policy, Protect, check_integer, check_number, share_of
+from kvjax.policy import Moment, Needs, Policy, Protect, check_integer, check_kind, check_number, share_of
 
 from .common.budgets import budget_of
 from .common.pooling import Pooling
@@ -51,6 +51,7 @@ class StochasticAttention(QueryWindow):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_kind("pooling", self.pooling, Pooling)
         check_number("large", self.large, "a number in [0, 1)", lambda x: 0 <= x < 1)
         check_integer("sinks", self.sinks, least=0)
         check_integer("seed", self.seed, least=0)

@@ -105,7 +105,11 @@ class Policy:
     learned: LearnedTokens | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("score", Score), ("budget", Budget), ("select", Select), ("merge", Merge)):
+        kinds: dict[str, type] = {"score": Score, "budget": Budget, "select": Select, "merge": Merge}
+        kinds |= {"protect": Protect, "storage": Storage}
+        if self.learned is not None:
+            kinds["learned"] = LearnedTokens
+        for name, kind in kinds.items():
             check_kind(name, getattr(self, name), kind)
         if self.every is not None:
             check_integer("every", self.every, least=1)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import Reduction, set_entries, window_scores
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Score, check_choice, check_integer
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Score, check_choice, check_integer, check_kind
 
 from .pooling import Pooling
 from .refusals import check_in_order, check_window
@@ -114,6 +114,9 @@ class WindowAttention(QueryWindow):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_kind("reduction", self.reduction, Reduction)
+        if self.pooling is not None:
+            check_kind("pooling", self.pooling, Pooling)
         check_choice("normalise", self.normalise, "full", "distant")
         if self.sum_logits and self.normalise != "distant":
             raise ValueError(
