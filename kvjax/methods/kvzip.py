@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
+from kvjax.checks import check_truth
 from kvjax.policy import Attended, Needs, Policy, Protect, Received, check_kind
 
 from .common.levels import budget_of_level
@@ -138,6 +139,7 @@ def by_repetition(
     groups: int,
 ) -> Policy:
     """Returns the policy of `kvzip` with any score by repetition, which gets the policy's sinks."""
+    check_truth("strict", strict)
     if strict and level != "global":
         raise ValueError(f"strict=True with level={level!r}: expected level='global'")
     if score.sinks not in (SCORE.sinks, protect.sinks):
