@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax.cache import UNLIMITED, Slots, mark
-from kvjax.checks import is_finite, is_number, shown
+from kvjax.checks import check_truth, is_finite, is_number, shown
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods import registry
 from kvjax.methods.common import group_weights, nearest, query_bits
@@ -18,14 +18,17 @@ from kvjax.methods.common.allocation import check_limited, check_mean, check_sha
 from kvjax.methods.common.budgets import budget_of
 from kvjax.methods.common.in_place import changed_if
 from kvjax.methods.common.in_turns import in_turns
+from kvjax.methods.common.levels import budget_of_level
 from kvjax.methods.common.mean_rotation import mean_rotation
 from kvjax.methods.common.projected_norms import projected_norms
 from kvjax.methods.common.redundancy import redundancy, softmax
 from kvjax.methods.common.refusals import (
     check_by_entry,
     check_first_rotation,
+    check_in_order,
     check_own_positions,
     check_plain_budget,
+    check_prompts_only,
     check_sinks,
     check_window,
 )
@@ -119,6 +122,7 @@ __all__ = [
     "Texts",
     "TopTokens",
     "budget_of",
+    "budget_of_level",
     "by_member",
     "capped",
     "change_block",
@@ -127,6 +131,7 @@ __all__ = [
     "check_by_entry",
     "check_choice",
     "check_first_rotation",
+    "check_in_order",
     "check_integer",
     "check_kind",
     "check_limited",
@@ -134,9 +139,11 @@ __all__ = [
     "check_number",
     "check_own_positions",
     "check_plain_budget",
+    "check_prompts_only",
     "check_share",
     "check_share_of",
     "check_sinks",
+    "check_truth",
     "check_window",
     "cholesky",
     "compact",

@@ -36,6 +36,7 @@ from .registry import preset
 from .snapkv import snapkv
 
 SNAPKV = snapkv()
+FARTHEST = 80.0  # a bound beyond which e to the power of it, or of its negative, is no normal number of float32
 
 
 class Fit(NamedTuple):
@@ -137,7 +138,8 @@ class FittedEntries(Merge):
         if self.bias:
             missing = (mass - jnp.sum(own, axis=-1))[:, None]
             change = self._ridge(jnp.where(fit.free, own, 0), missing)[:, 0]
-            factor = jnp.where(fit.free, jnp.clip(1 + change, math.exp(-self.bound), math.exp(self.bound)), 1)
+            largest = math.exp(min(self.bound, FARTHEST))
+            factor = jnp.where(fit.free, jnp.clip(1 + change, 1 / largest, largest), 1)
         shares = own * factor
         shares /= jnp.maximum(jnp.sum(shares, axis=-1, keepdims=True), 1e-30)
         values = jnp.take(fit.values, jnp.maximum(fit.kept, 0), axis=0)

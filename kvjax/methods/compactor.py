@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import Slots
 from kvjax.mesh.heads import Heads
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_number
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_kind, check_number
 
 from .common.budgets import budget_of
 from .common.leverage import LeverageScore
@@ -47,6 +47,8 @@ class LeveragedAttention(Score):
     blend: float = 0.5
 
     def __post_init__(self) -> None:
+        check_kind("attention", self.attention, NonCausalAttention)
+        check_kind("leverage", self.leverage, LeverageScore)
         check_number("blend", self.blend, "a number >= 0", lambda x: x >= 0)
 
     @property

@@ -60,7 +60,7 @@ class Votes(Score):
         check_first_rotation(policy)
 
     def init(self, shape: LayerShape) -> tuple[Heard, None]:
-        weight = jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32)
+        weight = shape.per_slot()
         return Heard(query_bits.no_bits(shape, self.window), weight), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Heard, None]:

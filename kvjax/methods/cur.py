@@ -60,8 +60,9 @@ class SquaredNorms(Score):
         last = jnp.iinfo(jnp.int32).max
         order = jnp.argsort(jnp.where(entries.positions < 0, last, entries.positions), axis=-1)
         *head, M = norms.shape
-        windows = jnp.pad(jnp.take_along_axis(norms, order, axis=-1), ((0, 0), (0, 0), (0, -M % self.window)))
-        windows = windows.reshape(*head, -1, self.window)
+        window = min(self.window, M)
+        windows = jnp.pad(jnp.take_along_axis(norms, order, axis=-1), ((0, 0), (0, 0), (0, -M % window)))
+        windows = windows.reshape(*head, -1, window)
         shares = windows / jnp.maximum(jnp.sum(windows, axis=-1, keepdims=True), 1e-30)
         return jnp.take_along_axis(shares.reshape(*head, -1), jnp.argsort(order, axis=-1), axis=-1)
 

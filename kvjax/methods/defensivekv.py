@@ -27,10 +27,8 @@ from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import Reduction, top_tokens
 from kvjax.policy import Moment, Policy, Protect, check_choice
 
-from .adakv import AdaptiveShares
-from .common.budgets import budget_of
+from .common.levels import budget_of_level
 from .common.pooling import Pooling
-from .common.shares import GlobalShares
 from .common.window_attention import WindowAttention
 from .criticalkv import ProjectedValues
 from .registry import preset
@@ -108,13 +106,8 @@ def defensivekv(
     check_choice("pool", pool, "max", "avg", "none")
     check_choice("level", level, "layer", "global")
     pooling = None if pool == "none" else Pooling(pool, kernel)
-    entries = budget_of(budget)
     return Policy(
         score=DefendedValues(WindowAttention(window, Reduction(rows="max", group="max"), pooling), first),
-        budget=(
-            AdaptiveShares(entries, alpha=0.0, normalise=False, groups=groups)
-            if level == "layer"
-            else GlobalShares(entries, groups)
-        ),
+        budget=budget_of_level(budget, level, groups),
         protect=Protect(recent=window),
     )

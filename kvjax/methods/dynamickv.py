@@ -85,16 +85,14 @@ class DynamicShares(AllocatedBudget):
         retained = jnp.broadcast_to(cap[:, None], (B, L))
         for done in sorted({*range(self.interval, L, self.interval), L}):
             counts = top_counts(by_layer[:, :done], base * (H * done))
-            given = (_as_released if self.code_rounding else _exactly)(counts, base, cap, L, H)
+            given = _as_released(counts, base, cap, L, H) if self.code_rounding else _exactly(counts, L, H)
             retained = retained.at[:, :done].min(given)
         retained = jnp.where((longest <= room)[:, None], M, floor[:, None] + retained)
         return protected + jnp.minimum(held, retained.T[..., None])
 
 
-def _exactly(
-    counts: Int[Array, "B n"], base: Int[Array, "B"], cap: Int[Array, "B"], layers: int, heads: int
-) -> Int[Array, "B n"]:
-    """Divides base * layers entries in proportion to the counts, whose sum is base * heads * n, by largest remainders.
+def _exactly(counts: Int[Array, "B n"], layers: int, heads: int) -> Int[Array, "B n"]:
+    """Divides b * layers entries in proportion to the counts, whose sum is b * heads * n, by largest remainders.
 
     Where the layers have fewer entries than that to count, all were counted, and each layer is given all that it has or
     more.
@@ -108,7 +106,7 @@ def _exactly(
 def _as_released(
     counts: Int[Array, "B n"], base: Int[Array, "B"], cap: Int[Array, "B"], layers: int, heads: int
 ) -> Int[Array, "B n"]:
-    """Returns the same with the released rounding: counts by layer, and then shares of the cap, are rounded down."""
+    """Returns the same for b = `base` as released: counts by layer, and then shares of the cap, are rounded down."""
     n = counts.shape[1]
     counts = counts // n
     if n == layers:

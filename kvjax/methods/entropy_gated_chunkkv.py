@@ -56,7 +56,9 @@ class GatedChunks(SelectWrapper):
 
     def __post_init__(self) -> None:
         check_integer("few", self.few, least=1)
-        check_integer("length", self.length, least=self.few + 1)
+        check_integer("length", self.length, least=2)
+        if self.few >= self.length:
+            raise ValueError(f"few={self.few} with length={self.length}: expected fewer than a chunk has")
         check_kind("base", self.base, Select)
         if self.base.compares != "scores":
             raise ValueError(

@@ -114,7 +114,7 @@ class HiddenChange(Score):
             score=none,
             waiting=jnp.full(heads, -1, jnp.int32),
         )
-        return jnp.zeros((*heads, shape.slots), jnp.float32), change
+        return shape.per_slot(), change
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], Change]:
         assert attended.hidden is not None

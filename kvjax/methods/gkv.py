@@ -75,7 +75,7 @@ class GlobalAttention(QueryWindow):
         check_number("threshold", self.threshold, "a number in [-1, 1]", lambda x: -1 <= x <= 1)
 
     def init(self, shape: LayerShape) -> tuple[Lasting, Asking]:
-        none = jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32)
+        none = shape.per_slot()
         evicted = jnp.zeros((shape.batch, shape.kv_heads), jnp.int32)
         return Lasting(none, none), Asking(QueryRing.empty(shape, self.window), evicted)
 
@@ -107,7 +107,7 @@ class GlobalAttention(QueryWindow):
         return lasting, Asking(ring, left)
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        distant = (entries.positions >= 0) & (entries.positions < moment.next_position[:, None, None] - self.window)
+        distant = self.distant(entries, moment)
         repeated = redundancy(entries, self.threshold)
         largest = jnp.max(jnp.where(distant, repeated, 0), axis=-1, keepdims=True)
         return self.mix * entries.per_slot.now - (1 - self.mix) * repeated / jnp.maximum(largest, 1e-30)

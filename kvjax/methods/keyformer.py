@@ -86,7 +86,7 @@ class NoisyAttention(Score):
 
     def init(self, shape: LayerShape) -> tuple[Float[Array, "B H S"], Int[Array, "B H"]]:
         """Returns the sums, and the number of tokens decoded so far."""
-        sums = jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32)
+        sums = shape.per_slot()
         return sums, jnp.zeros((shape.batch, shape.kv_heads), jnp.int32)
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], Int[Array, "B H"]]:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
-from kvjax.checks import shown
+from kvjax.checks import check_truth, shown
 from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import Reduction, fold, top_counts
 from kvjax.policy import (
@@ -47,6 +47,7 @@ from kvjax.policy import (
 from .common.allocation import check_mean, raise_best
 from .common.budgets import budget_of
 from .common.projected_norms import projected_norms
+from .common.refusals import check_prompts_only
 from .common.shares import GlobalShares
 from .registry import preset
 
@@ -128,10 +129,7 @@ class TaskAttention(Score):
         )
 
     def check(self, policy: Policy) -> None:
-        if policy.every is not None:
-            raise ValueError(
-                f"it scores a prompt, and nothing that is decoded; it cannot be combined with every={policy.every}"
-            )
+        check_prompts_only(policy)
         if self.source != "self" and not policy.allocates:
             raise ValueError(
                 f"source={self.source!r} runs tokens over the complete prompt, and under {policy.budget} each layer is "
@@ -140,9 +138,8 @@ class TaskAttention(Score):
             )
 
     def init(self, shape: LayerShape) -> tuple[TaskWeights, None]:
-        B, H, G = shape.batch, shape.kv_heads, shape.heads // shape.kv_heads
-        weights = jnp.zeros((B, H, G, shape.slots), jnp.float32)
-        return TaskWeights(weights, jnp.zeros((B, H, shape.slots), jnp.int32)), None
+        weights = shape.per_slot(shape.heads // shape.kv_heads)
+        return TaskWeights(weights, shape.per_slot(dtype=jnp.int32)), None
 
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
         zeros = jnp.zeros_like(lengths)
@@ -281,6 +278,7 @@ def kvcompose(
     Raises:
         ValueError: for a value that is not accepted, and for options that mean nothing with or without `structured`.
     """
+    check_truth("structured", structured)
     allocated: AllocatedBudget
     if structured:
         if groups != 1:

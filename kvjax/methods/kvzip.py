@@ -24,12 +24,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
-from kvjax.policy import AllocatedBudget, Attended, Needs, Policy, Protect, Received, check_choice, check_kind
+from kvjax.checks import check_truth
+from kvjax.policy import Attended, Needs, Policy, Protect, Received, check_kind
 
-from .adakv import AdaptiveShares
-from .common.budgets import budget_of
+from .common.levels import budget_of_level
 from .common.repetition import LARGEST, Repetition, largest_contributions, largest_weights
-from .common.shares import GlobalShares, UniformShares
+from .common.shares import UniformShares
 from .registry import preset
 
 
@@ -131,26 +131,24 @@ def kvzip(
 
 
 def by_repetition(
-    score: Repetition, budget: int | float, protect: Protect, level: str, strict: bool, groups: int
+    score: Repetition,
+    budget: int | float,
+    protect: Protect,
+    level: Literal["global", "layer", "head"],
+    strict: bool,
+    groups: int,
 ) -> Policy:
     """Returns the policy of `kvzip` with any score by repetition, which gets the policy's sinks."""
-    check_choice("level", level, "global", "layer", "head")
+    check_truth("strict", strict)
     if strict and level != "global":
         raise ValueError(f"strict=True with level={level!r}: expected level='global'")
-    if groups != 1 and level == "head":
-        raise ValueError(f"groups={groups} with level='head', where no heads compete: expected groups=1")
     if score.sinks not in (SCORE.sinks, protect.sinks):
         raise ValueError(
             f"score.sinks={score.sinks} with sinks={protect.sinks}: expected sinks={score.sinks}, or no score.sinks"
         )
-    entries = budget_of(budget)
-    allocated: AllocatedBudget = UniformShares(entries)
-    if level == "global":
-        allocated = GlobalShares(entries, groups, strict=strict)
-    elif level == "layer":
-        allocated = AdaptiveShares(entries, alpha=0.0, normalise=False, groups=groups)
+    entries = budget_of_level(budget, level, groups, strict=strict)
     return Policy(
         score=replace(score, sinks=protect.sinks),
-        budget=allocated,
+        budget=UniformShares(entries) if level == "head" else entries,
         protect=protect,
     )

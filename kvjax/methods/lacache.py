@@ -53,7 +53,9 @@ class Ladder(Score):
     def __post_init__(self) -> None:
         check_integer("sinks", self.sinks, least=0)
         check_integer("keep", self.keep, least=1)
-        check_integer("run", self.run, least=self.keep + 1)
+        check_integer("run", self.run, least=2)
+        if self.keep >= self.run:
+            raise ValueError(f"keep={self.keep} with run={self.run}: expected fewer than a run has")
         check_integer("recent", self.recent, least=self.run - self.keep - 1)
 
     @property

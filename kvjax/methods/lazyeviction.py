@@ -64,7 +64,7 @@ class RecurrenceInterval(Score):
         check_first_rotation(policy)
 
     def init(self, shape: LayerShape) -> tuple[Recurrence, None]:
-        never = jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.int32)
+        never = shape.per_slot(dtype=jnp.int32)
         return Recurrence(never, never), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Recurrence, None]:

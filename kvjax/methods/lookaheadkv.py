@@ -24,7 +24,19 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import Reduction
-from kvjax.policy import Attended, Moment, Needs, Pass, Policy, Protect, Received, Texts, check_choice, check_integer
+from kvjax.policy import (
+    Attended,
+    Moment,
+    Needs,
+    Pass,
+    Policy,
+    Protect,
+    Received,
+    Texts,
+    check_choice,
+    check_integer,
+    check_kind,
+)
 
 from .common.budgets import budget_of
 from .common.pooling import Pooling
@@ -58,6 +70,8 @@ class LookaheadAttention(ReplayedScore):
     def __post_init__(self) -> None:
         check_integer("tokens", self.tokens, least=1)
         check_choice("group", self.group, "mean", "max")
+        if self.pooling is not None:
+            check_kind("pooling", self.pooling, Pooling)
 
     @property
     def needs(self) -> Needs:

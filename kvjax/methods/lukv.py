@@ -146,8 +146,7 @@ def lukv(
 
     Args:
         base: the policy that scores, selects and protects. Its budget, which is a number of entries or a share of the
-            prompt, is not used. A curve is measured for one score;
-            the default is that of the published curve.
+            prompt, is not used. A curve is measured for one score; the default is that of the published curve.
         curve: a file (.npy) [99, layers, kv heads] of compression ratios, as the authors and kvpress have it; a tuple
             of shares >= 0 per layer, which is used at every budget; or "demo" for the model that comes with kvjax,
             whose DuoAttention gates serve as shares. A curve for another number of layers or kv heads than the model

@@ -107,10 +107,7 @@ class FoldedWindow(Score):
         return self.window // self.block
 
     def init(self, shape: LayerShape) -> tuple[Folds, QueryRing]:
-        def zeros(*inner: int) -> Array:
-            return jnp.zeros((shape.batch, shape.kv_heads, *inner, shape.slots), jnp.float32)
-
-        folds = Folds(zeros(self.columns), zeros() if self.ahead else None)
+        folds = Folds(shape.per_slot(self.columns), shape.per_slot() if self.ahead else None)
         return folds, QueryRing.empty(shape, self.window)
 
     def asks(self, per_row: QueryRing, positions: Int[Array, "B"]) -> Asked | None:
@@ -236,9 +233,14 @@ def morphkv(
     check_choice("group", group, "sum", "max", "logits")
     check_choice("fusion", fusion, "sum", "max")
     check_integer("window", window, least=1)
+    if normalise == "full" and group == "logits":
+        raise ValueError(
+            "normalise='full' with group='logits': expected normalise='distant', since summed logits have no "
+            "log-sum-exp of their own"
+        )
     reduction = Reduction(rows=fusion, group="max" if group == "max" else "sum", first="group")
     score: Score
-    if normalise == "full" and group != "logits":
+    if normalise == "full":
         smallest = next(n for n in range(1, window + 1) if window % n == 0 and window <= 8 * n)
         size = smallest if block is None else block
         score = FoldedWindow(window, size, reduction, ahead=every == 1 and size != 1)

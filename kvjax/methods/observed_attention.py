@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
@@ -36,10 +35,7 @@ class ObservedAttention(AccumulatedAttention):
         return replace(super().needs, marks=frozenset())
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        queries = moment.next_position[:, None, None] - entries.positions
-        if moment.window is not None:
-            queries = jnp.minimum(queries, moment.window)
-        return entries.per_slot / jnp.maximum(queries, 1)
+        return entries.per_slot / moment.viewers(entries)
 
 
 @preset

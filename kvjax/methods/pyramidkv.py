@@ -67,13 +67,10 @@ class Pyramid(Budget):
         """The mean's smallest capacity: a layer with less than its protected entries is raised to those."""
         return self.budget.smallest
 
-    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"] | None:
-        xp = np if isinstance(prompt_lengths, np.ndarray) else jnp
-        mean = self.budget.capacity(layer, prompt_lengths, layers)
-        return self._entries(xp, mean, prompt_lengths, layer, layers)
-
-    def _entries(self, xp: ModuleType, mean: Any, lengths: Any, layer: int, layers: int) -> Any:
-        """Computes entries in `xp`, NumPy or jax.numpy, for prompts of these lengths [B] and their mean budgets [B]."""
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
+        xp: Any = np if isinstance(prompt_lengths, np.ndarray) else jnp
+        lengths, mean = prompt_lengths, self.budget.capacity(layer, prompt_lengths, layers)
+        assert mean is not None
         if layers == 1:
             return mean
         if self.formula == "kvpress":

@@ -29,6 +29,7 @@ from .common.budgets import budget_of
 from .common.in_turns import in_turns
 from .common.pooling import Pooling
 from .common.projected_norms import projected_norms
+from .common.refusals import check_in_order
 from .common.window_attention import QueryRing, QueryWindow
 from .registry import preset
 
@@ -67,16 +68,12 @@ class LostOutput(QueryWindow):
 
     def check(self, policy: Policy) -> None:
         super().check(policy)
-        if policy.every is not None:
-            raise ValueError(
-                f"{type(self).__name__} pools entries in order of position, and every={policy.every} overwrites slots "
-                "in any order; they cannot be combined"
-            )
+        check_in_order(policy, "its pooling")
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         ring: QueryRing = entries.per_row
         B, M = entries.positions.shape[0], entries.slots
-        distant = (entries.positions >= 0) & (entries.positions < moment.next_position[:, None, None] - self.window)
+        distant = self.distant(entries, moment)
         at = ring.positions[:, 0]
         weights = window_scores(
             ring.queries,
@@ -137,7 +134,9 @@ class LostOutput(QueryWindow):
         age = (jnp.max(at, axis=1, keepdims=True) - at).T[..., None]
         older, newer = age >= self.window - half, age < half
         moved = jnp.sum(jnp.where(older, sums, 0) - jnp.where(newer, sums, 0), axis=0)  # exact in short prompts
-        return jnp.trunc(moved / (chosen * max(half, 1) * self.reach)).astype(jnp.int32).reshape(B, H, group)
+        # Number by number, because the product may exceed 32 bits.
+        moved = moved / chosen / max(half, 1) / self.reach
+        return jnp.trunc(moved).astype(jnp.int32).reshape(B, H, group)
 
     def _pooled(
         self, scores: Float[Array, "B H G M"], eligible: Bool[Array, "B H M"], drift: Int[Array, "B H G"]

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import capped
 from kvjax.pallas_kernels.arrays import by_member
-from kvjax.policy import Moment, Policy, Protect, check_number
+from kvjax.policy import Moment, Policy, Protect, check_kind, check_number
 
 from .common.budgets import budget_of
 from .common.pooling import Pooling
@@ -52,6 +52,7 @@ class JointImportance(QueryWindow):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_kind("pooling", self.pooling, Pooling)
         check_number("mix", self.mix, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         check_number("threshold", self.threshold, "a number in [-1, 1]", lambda x: -1 <= x <= 1)
 
@@ -72,7 +73,7 @@ class JointImportance(QueryWindow):
             logits = jnp.maximum(logits, capped(new * moment.scale, moment.layer.softcap))
         if entries.bias is not None:
             logits = logits + entries.bias[:, :, None]
-        distant = (held >= 0) & (held < moment.next_position[:, None, None] - self.window)
+        distant = self.distant(entries, moment)
         at = ring.positions[..., None]
         visible = distant[:, :, None] & (at >= 0)
         if moment.window is not None:

@@ -67,7 +67,7 @@ class RobustAttention(Score):
         check_by_entry(policy, "scores entries with large deviations above all others")
 
     def init(self, shape: LayerShape) -> tuple[Moments, None]:
-        none = jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32)
+        none = shape.per_slot()
         return Moments(none, none), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Moments, None]:
@@ -78,10 +78,7 @@ class RobustAttention(Score):
         return group_weights.fold_weights(add, entries.per_slot, entries, attended), None
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        queries = moment.next_position[:, None, None] - entries.positions
-        if moment.window is not None:
-            queries = jnp.minimum(queries, moment.window)
-        mean, square = (x / jnp.maximum(queries, 1) for x in entries.per_slot)
+        mean, square = (x / moment.viewers(entries) for x in entries.per_slot)
         if moment.counts is None:
             return mean
         deviation = jnp.sqrt(jnp.maximum(square - mean * mean, 0))

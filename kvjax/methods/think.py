@@ -86,8 +86,8 @@ class ThinKeys(Storage):
     """Drops the key channels of a prompt that its last queries weigh least. Values and later keys keep all.
 
     Channel c of a kv head scores the sum of q_c^2 over the last queries of its query group, times the sum of k_c^2 over
-    the entries that the head retains. The best D - floor(D ratio) channels stay; of equal ones, the first. On a mesh
-    where devices share a kv head, they exchange the group's queries.
+    the entries that the head retains. The best D - floor(D ratio) channels stay, at least one; of equal ones, the
+    first. On a mesh where devices share a kv head, they exchange the group's queries.
 
     Attributes:
         ratio: the share of channels that is dropped, above 0 and below 1.
@@ -122,7 +122,7 @@ class ThinKeys(Storage):
         queries = entries.storing.queries.astype(jnp.float32).reshape(B, H, -1, D)
         keys = jnp.where(entries.positions[..., None] >= 0, entries.keys.astype(jnp.float32), 0)
         scores = jnp.sum(queries**2, axis=2) * jnp.sum(keys**2, axis=2)
-        _, channels = jax.lax.top_k(scores, D - share_of(self.ratio, D))
+        _, channels = jax.lax.top_k(scores, max(1, D - share_of(self.ratio, D)))
         channels = jnp.sort(channels, axis=-1)
         newest, older = entries.parted(self.recent)
         left = jnp.take_along_axis(older.keys, channels[:, :, None], axis=-1, mode="promise_in_bounds")

@@ -44,7 +44,7 @@ class LastAttention(Score):
             )
 
     def init(self, shape: LayerShape) -> tuple[Float[Array, "B H S"], None]:
-        return jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32), None
+        return shape.per_slot(), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], None]:
         assert attended.received is not None

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import Reduction, top_tokens
-from kvjax.policy import Moment, Needs, Policy, Protect, check_integer, check_number, share_of
+from kvjax.policy import Moment, Needs, Policy, Protect, check_integer, check_kind, check_number, share_of
 
 from .common.budgets import budget_of
 from .common.pooling import Pooling
@@ -51,6 +51,7 @@ class StochasticAttention(QueryWindow):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_kind("pooling", self.pooling, Pooling)
         check_number("large", self.large, "a number in [0, 1)", lambda x: 0 <= x < 1)
         check_integer("sinks", self.sinks, least=0)
         check_integer("seed", self.seed, least=0)
@@ -64,8 +65,7 @@ class StochasticAttention(QueryWindow):
         check_by_entry(policy, "scores entries with large values above all others")
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        held = entries.positions >= 0
-        distant = held & (entries.positions < moment.next_position[:, None, None] - self.window)
+        distant = self.distant(entries, moment)
         shares = WindowAttention(self.window, Reduction(rows="mean", group="mean"), normalise="distant")(
             entries, moment
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvjax.checks import is_number, shown
+from kvjax.checks import check_truth, is_number, shown
 
 if TYPE_CHECKING:
     from .policy import Policy
@@ -36,6 +37,16 @@ def named(who: str, instead_of: Container[str] = ()) -> Iterator[None]:
         within, _, reason = str(error).partition(": ")
         error.args = (f"{who}: {reason if within in instead_of else error}",)
         raise
+
+
+def check_truths(part: Any) -> None:
+    """Raises ValueError unless each field of a part and of the parts within it that is declared `bool` is one."""
+    for field in fields(part) if is_dataclass(part) else ():
+        value = getattr(part, field.name)
+        if field.type in (bool, "bool"):
+            check_truth(field.name, value)
+        elif isinstance(value, Part):
+            check_truths(value)
 
 
 def check_integer(name: str, value: Any, least: int) -> None:

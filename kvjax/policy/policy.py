@@ -16,7 +16,7 @@ from kvjax.pallas_kernels import Stored
 from .budget import Budget, most_entries
 from .learned import LearnedTokens
 from .merge import Drop, Merge
-from .part import Part, check_choice, check_integer, check_kind, named
+from .part import Part, check_choice, check_integer, check_kind, check_truths, named
 from .score import LayerShape, Moment, Score
 from .select import Ranked, Select, TopTokens
 from .shares import share_of
@@ -105,7 +105,11 @@ class Policy:
     learned: LearnedTokens | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("score", Score), ("budget", Budget), ("select", Select), ("merge", Merge)):
+        kinds: dict[str, type] = {"score": Score, "budget": Budget, "select": Select, "merge": Merge}
+        kinds |= {"protect": Protect, "storage": Storage}
+        if self.learned is not None:
+            kinds["learned"] = LearnedTokens
+        for name, kind in kinds.items():
             check_kind(name, getattr(self, name), kind)
         if self.every is not None:
             check_integer("every", self.every, least=1)
@@ -129,6 +133,7 @@ class Policy:
             )
         for part in filter(None, (self.score, self.budget, self.select, self.merge, self.storage, self.learned)):
             with named(_name(part)):
+                check_truths(part)
                 part.check(self)
         smallest = self.budget.smallest
         if smallest is not None and smallest < self.minimum:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache import Slots
 from kvjax.mesh.heads import ALL_HEADS, Heads
@@ -35,6 +36,10 @@ class LayerShape(NamedTuple):
     dtype: jnp.dtype
     hidden: int
     slots: int = 0
+
+    def per_slot(self, *inner: int, dtype: DTypeLike = jnp.float32) -> Shaped[Array, "B H *inner S"]:
+        """Returns zeros with these axes between heads and slots: the state of empty slots."""
+        return jnp.zeros((self.batch, self.kv_heads, *inner, self.slots), dtype)
 
 
 class Received(NamedTuple):
@@ -212,6 +217,11 @@ class Moment(NamedTuple):
     def window(self) -> int | None:
         """The layer's sliding window."""
         return self.layer.window
+
+    def viewers(self, entries: Slots) -> Int[Array, "B H M"]:
+        """Returns how many queries of the row have seen each entry, its own included; at least 1."""
+        queries = jnp.maximum(self.next_position[:, None, None] - entries.positions, 1)
+        return queries if self.window is None else jnp.minimum(queries, self.window)
 
 
 @dataclass(frozen=True)

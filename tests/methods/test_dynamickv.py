@@ -115,6 +115,7 @@ def test_products_beyond_32_bits() -> None:
     """A prompt of a million tokens, budgets of thousands: counts times layers, and the released rounding's products."""
     counts = [700_001, 1_299_999, 400_000, 160_000]
     base = sum(counts) // 4 // 8
-    for code_rounding, rounding in ((False, _exactly), (True, _as_released)):
-        args = (jnp.array([counts]), jnp.array([base]), jnp.array([10 * base]), 4, 8)
-        assert rounding(*args)[0].tolist() == apportioned(counts, base, 10 * base, 4, code_rounding)
+    given = jnp.array([counts])
+    released = _as_released(given, jnp.array([base]), jnp.array([10 * base]), 4, 8)
+    for code_rounding, ours in ((False, _exactly(given, 4, 8)), (True, released)):
+        assert ours[0].tolist() == apportioned(counts, base, 10 * base, 4, code_rounding)

@@ -211,6 +211,8 @@ def test_pages_without_representatives(aligned):
             assert got == sorted(held if len(held) <= count else [*own, *(p for name in best for p in pages[name])])
     assert kvcrush(h2o(96), share=0.0, granularity="page").select == Pages(TopTokens(), 32)
     assert kvcrush(h2o(96), share=0.0, granularity="chunk", page=16).select == Pages(TopTokens(), 16)
+    with pytest.raises(ValueError, match=r"^kvcrush: granularity='pages': expected 'token' or 'chunk' or 'page'"):
+        kvcrush(h2o(96), share=0.0, granularity="pages")
 
 
 def test_figure_6_by_hand():

@@ -133,7 +133,7 @@ REFUSED = {
         ("budget=128", r"a budget of 128 entries: expected 129 or more, which is recent=128 \+ every=1"),
     ],
     "lacache": [
-        ("run=2,keep=2", "run=2: expected an integer >= 3"),
+        ("run=2,keep=2", "keep=2 with run=2: expected fewer than a run has"),
         ("run=9,keep=1,recent=3", "recent=3: expected an integer >= 7"),
         ("every=2", "^lacache: it says which entry leaves next; with every=2 .*cannot be combined"),
         ("budget=36", "a budget of 36 entries: expected "),

@@ -149,6 +149,16 @@ def test_the_program_does_not_grow_with_the_pooling():
     assert steps(160) == steps(40)
 
 
+def test_a_drift_of_many_entries_over_a_long_reach():
+    """Their product, 2^11 * 2 * 2^20, is beyond 32 bits."""
+    ring = QueryRing(jnp.ones((1, 1, 4, 2)), jnp.zeros((1, 1, 4)), jnp.array([[[4, 5, 6, 7]]]))
+    keys = jnp.ones((1, 1, 8, 2))
+    entries = Slots(keys, keys, jnp.arange(8)[None, None], jnp.full((1, 1), 6), per_row=ring)
+    moment = Moment(jnp.array([8]), AttentionLayer(0, Rope(1e4), None, 1.0, jnp.eye(2)[None]))
+    drift = jax.jit(lambda entries: LostOutput(4, reach=2**20)._drift(entries, moment, jnp.full((1, 1), 2**11)))
+    assert not drift(entries).any()
+
+
 @pytest.mark.slow
 def test_heads_compete_before_the_drift_is_known():
     """AdaKV divides by the scores without drift, and each head then fills its number by those with it."""
@@ -182,7 +192,9 @@ def test_a_weight_of_one_has_finite_odds():
 
 def test_refusals():
     made = restkv(12, 4)
-    with pytest.raises(ValueError, match=r"LostOutput pools entries in order of position, and every=2 overwrites"):
+    with pytest.raises(
+        ValueError, match=r"LostOutput: its pooling needs entries in order of position, and every=2 overwrites"
+    ):
         replace(made, every=2)
     for option, error in REFUSED.items():
         with pytest.raises(ValueError, match=error):

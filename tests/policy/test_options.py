@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -279,6 +279,20 @@ def test_a_preset_refuses_words_that_an_option_has_not(preset, name, words):
     with pytest.raises(ValueError, match=f"^{preset}: .*='zebra': expected ") as refusal:
         policies.parse(f"{preset}:{name}=zebra")
     assert all(repr(word) in str(refusal.value) for word in words)
+
+
+TRUTHS = [(preset, name) for preset in policies.PRESETS for name, _, kind in options_of(preset) if "bool" in kind]
+
+
+@pytest.mark.parametrize(("preset", "name"), TRUTHS)
+def test_a_preset_refuses_what_is_neither_true_nor_false(preset, name):
+    """In Python, where a text such as "no" would count as True."""
+    owner, _, own = name.rpartition(".")
+    given: dict[str, Any] = {own: "no"}
+    if owner:
+        given = {owner: replace(signature(policies.PRESETS[preset]).parameters[owner].default, **given)}
+    with pytest.raises(ValueError, match=f"^{preset}: {own}='no': expected True or False$"):
+        policies.PRESETS[preset](**given)
 
 
 PROTECTING = [

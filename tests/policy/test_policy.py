@@ -20,8 +20,12 @@ from kvjax.parts import (
     Fraction,
     GlobalShares,
     HeadShares,
+    JointImportance,
+    LeveragedAttention,
+    LookaheadAttention,
     Pooling,
     SeenShare,
+    StochasticAttention,
     ThresholdShares,
     UniformShares,
     VarianceShares,
@@ -45,6 +49,28 @@ class Noting(Merge):
     def absorb(self, entries, moment, scores, lost, count):
         self.seen.append((np.asarray(scores), np.asarray(moment.protected)))
         return super().absorb(entries, moment, scores, lost, count)
+
+
+@pytest.mark.parametrize("name", ["score", "budget", "select", "merge", "protect", "storage", "learned"])
+def test_a_policy_refuses_what_is_no_part(name):
+    with pytest.raises(ValueError, match=f"^{name}=5: expected a "):
+        replace(h2o(4), **{name: 5})
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: WindowAttention(4, "mean"), "reduction='mean': expected a Reduction"),
+        (lambda: WindowAttention(4, Reduction(), "max"), "pooling='max': expected a Pooling"),
+        (lambda: JointImportance(4, "max", 0.1, 0.5), "pooling='max': expected a Pooling"),
+        (lambda: StochasticAttention(4, "avg", 0.1, 2, 0), "pooling='avg': expected a Pooling"),
+        (lambda: LookaheadAttention(pooling="max"), "pooling='max': expected a Pooling"),
+        (lambda: LeveragedAttention(5), "attention=5: expected a NonCausalAttention"),
+    ],
+)
+def test_a_part_refuses_what_is_no_part_of_it(make, says):
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        make()
 
 
 def test_a_merge_while_decoding_sees_the_scores_of_protected_entries():

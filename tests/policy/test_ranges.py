@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvjax import policies
 from kvjax.policy import check_integer
+from tests import tiny
 from tests.policy.compositions import ALLOCATED, BUDGETS, MERGES, SCORES, SELECTS
 from tests.policy.test_options import numbers, options_of
 
@@ -44,7 +46,7 @@ LEAST = {
     **dict.fromkeys(("duo_attention.recent", "simlayerkv.recent", "LazyAttention.recent", "Ladder.recent"), 1),
     **dict.fromkeys(("fastgen.sinks", "AttentionClasses.sinks"), 1),
     **dict.fromkeys(("lag", "run", "epikv.window", "HiddenChange.window"), 2),
-    **dict.fromkeys(("entropy_gated_chunkkv.length", "GatedChunks.length"), 5),
+    **dict.fromkeys(("entropy_gated_chunkkv.length", "GatedChunks.length"), 2),
 }
 FLOATS = {  # with an integer for those that take one as well
     "[0, 1)": ("first", "recent", "upper", "merge.heavy", "heavy", "exempt", "large", "early", "late"),
@@ -134,3 +136,26 @@ NUMBERS_OF_PARTS = [
 def test_a_part_accepts_its_numbers_up_to_the_ends_of_their_ranges(part, name, kinds):
     """Also what presets would refuse for another part's sake."""
     assert_range(lambda number: replace(PARTS[part], **{name: number}), part, name, kinds)
+
+
+# Numbers that options accept, and that a program would overflow with if it took them as they are.
+SNAPKV = "base=snapkv,base.budget=12,base.window=4,base.kernel=3"
+EXTREME = (
+    "cur:budget=12,window=2147483647",  # a window of a prompt of 24 tokens
+    "think:ratio=0.99999,recent=4,window=4",  # rounded, it leaves no channel
+    "snapkv:budget=12,window=4,kernel=2147483647",
+    "kvmerger:budget=12,recent=4,merge.heavy=2,merge.sigma=1e-30",  # whose square is 0
+    f"attention_matching:{SNAPKV},queries=3,merge.bound=1000",  # e^1000
+)
+
+
+@pytest.mark.long(first=3)
+@pytest.mark.parametrize("spec", EXTREME)
+def test_numbers_at_the_ends_of_ranges_are_computed_with(spec):
+    rows = [np.random.default_rng(n).integers(0, tiny.VOCAB, n) for n in (24, 5)]
+    params = tiny.decoder(8)
+    logits, cache = tiny.prefill(params, spec, rows, 24)
+    after, _ = tiny.step(params, cache, np.zeros(2, int), np.ones(2, bool))
+    assert np.isfinite(logits).all()
+    assert np.isfinite(after).all()
+    assert [len(head) for head in tiny.held(cache, 0)[0]] == [24 if "think" in spec else 12] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
@@ -32,7 +31,7 @@ class AccumulatedAttention(Score):
         return Needs(received=received, slotwise=True, marks=frozenset({"accumulates"}))
 
     def init(self, shape: LayerShape) -> tuple[Float[Array, "B H S"], None]:
-        return jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32), None
+        return shape.per_slot(), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], None]:
         return entries.per_slot + attended.received, None

@@ -94,13 +94,23 @@ def head_numbers(name: str, given: str | HeadNumbers) -> HeadNumbers:
     numbers = given
     if isinstance(given, str):
         numbers = read_numbers(name, DEMO if given == "demo" else given)
-    rows = {len(layer) if isinstance(layer, tuple) else 0 for layer in numbers} if isinstance(numbers, tuple) else {0}
-    if len(rows) != 1 or 0 in rows or not np.isfinite(np.array(numbers, float)).all():
+    if not _are_rows(numbers):
         raise ValueError(
             f"{name}={shown(numbers)}: expected the name of a file, or a tuple per layer of equally many numbers"
         )
     assert not isinstance(numbers, str)
     return numbers
+
+
+def _are_rows(numbers: Any) -> bool:
+    """Returns whether a value is a tuple of equally long tuples of finite numbers."""
+    if not isinstance(numbers, tuple) or not all(isinstance(layer, tuple) for layer in numbers):
+        return False
+    try:
+        array = np.array(numbers)
+    except ValueError:  # rows of several lengths
+        return False
+    return array.ndim == 2 and array.size > 0 and array.dtype.kind in "biuf" and bool(np.isfinite(array).all())
 
 
 def check_groups(groups: int, heads: int) -> None:

@@ -10,11 +10,9 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 from kvjax.gates.forms import FORMS
-from kvjax.methods.adakv import AdaptiveShares
-from kvjax.policy import Attended, Budget, LayerShape, Moment, Needs, Policy, Protect, Score, check_choice
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_choice
 
-from .budgets import budget_of
-from .shares import GlobalShares
+from .levels import budget_of_level
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class LearnedScore(Score):
         return Needs(hidden="normed", gates=self.gates, slotwise=True, marks=marks)
 
     def init(self, shape: LayerShape) -> tuple[Float[Array, "B H S"], None]:
-        return jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32), None
+        return shape.per_slot(), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Any, None]:
         assert attended.layer.gates is not None
@@ -64,12 +62,6 @@ def learned(
     groups: int,
 ) -> Policy:
     """Returns the policy of a method whose networks have that name. The options are those of `kvzap`."""
-    check_choice("level", level, "global", "layer", "head")
-    if groups != 1 and level == "head":
-        raise ValueError(f"groups={groups} with level='head', where no heads compete: expected groups=1")
-    entries: Budget = budget_of(budget)
-    if level == "global":
-        entries = GlobalShares(entries, groups)
-    elif level == "layer":
-        entries = AdaptiveShares(entries, alpha=0.0, normalise=False, groups=groups)
-    return Policy(score=LearnedScore(gates), budget=entries, protect=protect, every=every)
+    return Policy(
+        score=LearnedScore(gates), budget=budget_of_level(budget, level, groups), protect=protect, every=every
+    )

@@ -49,7 +49,7 @@ class NonCausalAttention(Score):
         return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"weighs_values"}))
 
     def init(self, shape: LayerShape) -> tuple[Float[Array, "B H S"], QueryRing]:
-        sums = jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32)
+        sums = shape.per_slot()
         return sums, QueryRing.empty(shape, self.chunk + self.recent)
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], QueryRing]:

@@ -38,12 +38,13 @@ class Pooling(Part):
         packed = compact(eligible, scores.shape[-1])
         taken = jnp.take_along_axis(scores, jnp.maximum(packed, 0), axis=-1, mode="promise_in_bounds")
         together = jnp.where(packed >= 0, taken, start)
-        side = self.kernel // 2
+        kernel = min(self.kernel, 2 * scores.shape[-1] + 1)  # a larger one reaches no other entry
+        side = kernel // 2
         pooled = jax.lax.reduce_window(
             together,
             jnp.float32(start),
             combine,
-            window_dimensions=(1, 1, self.kernel),
+            window_dimensions=(1, 1, kernel),
             window_strides=(1, 1, 1),
             padding=((0, 0), (0, 0), (side, side)),
         )

@@ -24,7 +24,7 @@ Rule: TypeAlias = Callable[[Float[Array, "B H M"], Bool[Array, "B H M"]], Bool[A
 
 def no_bits(shape: LayerShape, window: int) -> UInt32[Array, "B H window/32 S"]:
     """Returns the bits of empty slots: ceil(window / 32) uint32 numbers per slot."""
-    return jnp.zeros((shape.batch, shape.kv_heads, -(-window // WORD), shape.slots), jnp.uint32)
+    return shape.per_slot(-(-window // WORD), dtype=jnp.uint32)
 
 
 def number(bits: UInt32[Array, "B H window/32 M"]) -> Float[Array, "B H M"]:

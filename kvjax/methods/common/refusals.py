@@ -39,6 +39,27 @@ def check_sinks(sinks: int, policy: Policy) -> None:
         )
 
 
+def check_prompts_only(policy: Policy) -> None:
+    """Raises ValueError if a policy evicts while decoding, for a part that scores prompts only."""
+    if policy.every is not None:
+        raise ValueError(
+            f"it scores a prompt, and nothing that is decoded; it cannot be combined with every={policy.every}"
+        )
+
+
+def check_in_order(policy: Policy, what: object) -> None:
+    """Raises ValueError if decoding overwrites slots, which leaves entries in no order.
+
+    Args:
+        what: the part, or what the part does, that needs entries in order of position.
+    """
+    if policy.every is not None:
+        raise ValueError(
+            f"{what} needs entries in order of position, and every={policy.every} overwrites slots in any order; they "
+            "cannot be combined"
+        )
+
+
 def check_by_entry(policy: Policy, why: str) -> None:
     """Raises ValueError if a policy's selection compares chunks or pages by their mean scores.
 

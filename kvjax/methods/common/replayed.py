@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 from kvjax.policy import Attended, LayerShape, Moment, Policy, Score
+
+from .refusals import check_prompts_only
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,7 @@ class ReplayedScore(Score):
     """The base of scores that passes over a prompt give its entries. The state is the score of each entry."""
 
     def check(self, policy: Policy) -> None:
-        if policy.every is not None:
-            raise ValueError(
-                f"it scores a prompt, and nothing that is decoded; it cannot be combined with every={policy.every}"
-            )
+        check_prompts_only(policy)
         if not policy.allocates:
             raise ValueError(
                 f"it runs tokens over the complete prompt, and under {policy.budget} each layer is compressed before "
@@ -28,7 +26,7 @@ class ReplayedScore(Score):
             )
 
     def init(self, shape: LayerShape) -> tuple[Float[Array, "B H S"], None]:
-        return jnp.zeros((shape.batch, shape.kv_heads, shape.slots), jnp.float32), None
+        return shape.per_slot(), None
 
     @abstractmethod
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], None]:

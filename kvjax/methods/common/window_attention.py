@@ -7,14 +7,14 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import Reduction, set_entries, window_scores
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Score, check_choice, check_integer
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Score, check_choice, check_integer, check_kind
 
 from .pooling import Pooling
-from .refusals import check_window
+from .refusals import check_in_order, check_window
 
 
 class QueryRing(NamedTuple):
@@ -84,6 +84,10 @@ class QueryWindow(Score):
     def observe(self, entries: Slots, attended: Attended) -> tuple[Any, Any]:
         return None, entries.per_row.push(attended)
 
+    def distant(self, entries: Slots, moment: Moment) -> Bool[Array, "B H M"]:
+        """Returns which entries are older than the window."""
+        return (entries.positions >= 0) & (entries.positions < moment.next_position[:, None, None] - self.window)
+
 
 @dataclass(frozen=True)
 class WindowAttention(QueryWindow):
@@ -110,6 +114,9 @@ class WindowAttention(QueryWindow):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_kind("reduction", self.reduction, Reduction)
+        if self.pooling is not None:
+            check_kind("pooling", self.pooling, Pooling)
         check_choice("normalise", self.normalise, "full", "distant")
         if self.sum_logits and self.normalise != "distant":
             raise ValueError(
@@ -125,11 +132,8 @@ class WindowAttention(QueryWindow):
 
     def check(self, policy: Policy) -> None:
         super().check(policy)
-        if self.pooling is not None and policy.every is not None:
-            raise ValueError(
-                f"{self.pooling} needs entries in order of position, and every={policy.every} overwrites slots in any "
-                "order; they cannot be combined"
-            )
+        if self.pooling is not None:
+            check_in_order(policy, self.pooling)
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         ring: QueryRing = entries.per_row
@@ -137,8 +141,7 @@ class WindowAttention(QueryWindow):
         if self.sum_logits:
             B, Hq, W, D = queries.shape
             queries = jnp.sum(queries.reshape(B, -1, Hq // entries.keys.shape[1], W, D), axis=2)
-        distant = entries.positions < moment.next_position[:, None, None] - self.window
-        distant = distant & (entries.positions >= 0)
+        distant = self.distant(entries, moment)
         lse = ring.lse
         if self.rescale:
             lse = lse - jnp.log(jnp.maximum(ring.positions[:, :1], 1).astype(jnp.float32))

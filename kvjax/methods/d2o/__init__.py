@@ -17,6 +17,7 @@ Differences from the released code:
 
 from __future__ import annotations
 
+from kvjax.checks import check_truth
 from kvjax.policy import Policy, Protect
 
 from ..common.accumulated import AccumulatedAttention
@@ -68,6 +69,7 @@ def d2o(
         ValueError: for a value that is not accepted, a budget smaller than sinks + recent + `every`, or, once a model
             is known, fewer than `dense_first` + `dense_last` + 1 layers.
     """
+    check_truth("layer_budgets", layer_budgets)
     entries = budget_of(budget)
     return Policy(
         score=AccumulatedAttention(),

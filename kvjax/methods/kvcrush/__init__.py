@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from kvjax.policy import Policy, check_kind, share_of
+from kvjax.policy import Policy, check_choice, check_kind, share_of
 
 from ..registry import preset
 from ..snapkv import snapkv
@@ -77,7 +77,7 @@ def kvcrush(
         base: the policy that decides which tokens are important. Its budget is the total.
         share: the share of the budget for representatives, a float in (0, 1). The paper's setting is 0.25; 0.2 to 0.5
             are best. 0.0 with chunks or pages retains the best of them without representatives (the baselines of
-            Figures 5 and 6).
+            Figures 5 and 6); `anchor`, `pick`, `upper` and `bits` then mean nothing.
         anchor: "mean" (the majority of each bit), "alternate" (0101...), or an integer >= 0: random bits, drawn with
             this seed.
         pick: "centroid" is the paper's; "grid" takes tokens at even steps of the sorted order, first and last included;
@@ -95,6 +95,7 @@ def kvcrush(
             base, or parts of the base that chunks, pages or `bits="query"` cannot be combined with.
     """
     check_kind("base", base, Policy)
+    check_choice("granularity", granularity, "token", "chunk", "page")
     if isinstance(share, float) and share == 0 and granularity != "token":
         return replace(base, select=Pages(base.select, page))
     select = Representatives(

@@ -57,8 +57,7 @@ class QueryHeadAttention(ScoreWrapper):
 
     def init(self, shape: LayerShape) -> tuple[Watched, Any]:
         per_slot, per_row = self.base.init(shape)
-        group = shape.heads // shape.kv_heads
-        return Watched(jnp.zeros((shape.batch, shape.kv_heads, group, shape.slots), jnp.float32), per_slot), per_row
+        return Watched(shape.per_slot(shape.heads // shape.kv_heads), per_slot), per_row
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Watched, Any]:
         received = entries.per_slot.received

@@ -20,6 +20,8 @@ from ..common.by_position import RandomDraw
 from ..common.in_place import changed_if
 from .cluster import Rule, set_ends, solve_theta
 
+LEAST_SIGMA = 1e-6  # whose square is a number of float32 above 0
+
 
 @dataclass(frozen=True)
 class GaussianMerge(Merge):
@@ -207,7 +209,7 @@ class GaussianMerge(Merge):
     ) -> Float[Array, "B H N"]:
         """Returns sigma of each token's set, from the square distances of its tokens to its pivot."""
         if not isinstance(self.sigma, str):
-            return jnp.full(square.shape, self.sigma, jnp.float32)
+            return jnp.full(square.shape, max(self.sigma, LEAST_SIGMA), jnp.float32)
         tokens = over_set(jax.ops.segment_sum, there.astype(jnp.float32))
         others = jnp.maximum(tokens - 1, 1)
         if self.sigma == "mean":
@@ -216,7 +218,7 @@ class GaussianMerge(Merge):
             sigma = jnp.sqrt(over_set(jax.ops.segment_sum, square) / others / 2)
         else:
             sigma = over_set(jax.ops.segment_sum, square) / (jnp.sqrt(2.0) * jnp.maximum(tokens, 1))
-        return jnp.maximum(sigma, 1e-6)
+        return jnp.maximum(sigma, LEAST_SIGMA)
 
 
 class Packing(NamedTuple):

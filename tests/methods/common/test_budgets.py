@@ -119,7 +119,7 @@ def test_expected_attention_needs_its_sinks_and_rotated_keys():
 
 
 def test_summed_logits_need_a_softmax_of_their_own():
-    with pytest.raises(ValueError, match="sum_logits=True: expected 'distant'"):
+    with pytest.raises(ValueError, match=r"^morphkv: normalise='full' with group='logits': expected normalise='dist"):
         morphkv(group="logits")
     with pytest.raises(ValueError, match="sum_logits=True: expected 'distant'"):
         WindowAttention(3, Reduction(), sum_logits=True)
