@@ -14,6 +14,7 @@ import pytest
 from kvjax.attend import ReadPlan, positions_behind
 from kvjax.cache import UNLIMITED, Layers, Segments, Slots, Usage, bucket, room_for
 from kvjax.cache.paging import whole_pages
+from kvjax.kv_cache import KVCache
 from kvjax.pallas_kernels import PAGE
 from kvjax.policies import parse
 from kvjax.reading.allocate import limits
@@ -92,6 +93,12 @@ def test_how_a_call_ends(policy: str, filled: bool, endings: dict[Any, Ending | 
     assert (only_once(parsed) is None) == (endings["chunk"] is not None or policy.startswith("kvzap"))
 
 
+def empty(policy: str, rows: int = 1) -> KVCache:
+    """The shapes of an empty cache for prompts of 24 tokens."""
+    params = tiny.decoder()  # which is cached, so that it must not be made while something is traced
+    return jax.eval_shape(lambda: tiny.empty(params, policy, np.full(rows, 24), 24))
+
+
 def of_slots(*sizes: int) -> Layers:
     return Layers(tuple(Slots.only(positions=np.zeros((1, 1, n))) for n in sizes))
 
@@ -143,7 +150,7 @@ def test_slots_of_a_layer(now: int, occupied: int, new: int, room: int, kept: An
     ],
 )
 def test_slots_of_a_prompt_that_is_not_compressed(policy: str, room: int, slots: int) -> None:
-    cache = jax.eval_shape(lambda: tiny.empty(tiny.decoder(), policy, np.array([24]), 24))
+    cache = empty(policy)
     assert plan_read(cache, [0], new=24, room=room, compress=False, final=False).slots == (slots,)
 
 
@@ -159,9 +166,17 @@ def test_slots_of_a_prompt_that_is_not_compressed(policy: str, room: int, slots:
 def test_slots_where_rows_without_a_token_are_not_compressed(
     policy: str, occupied: int, slots: int, spares: bool
 ) -> None:
-    cache = jax.eval_shape(lambda: tiny.empty(tiny.decoder(), policy, np.array([24]), 24))
+    cache = empty(policy)
     plan = plan_read(cache, [occupied], new=4, room=0, compress=True, final=True, spares=True)
     assert plan == ReadPlan((slots,), (slots,), True, spares=spares)
+
+
+@pytest.mark.parametrize(("filled", "kept"), [(True, bucket(24 + 3)), (False, 12)])
+def test_a_turn_retains_more_where_the_budget_rises(filled: bool, kept: int) -> None:
+    """By half of its tokens; a prompt has the half of its own."""
+    cache = replace(empty("rising:base=knorm,share=0.5"), filled=filled)
+    plan = plan_read(cache, [24 * filled], new=6, room=0, compress=True, final=True)
+    assert plan.kept == (kept,)
 
 
 ALL, WAITS_BEFORE, WAITS_LAST = [5, 5], [5, 4], [4, 0]  # tokens of rows, in 8 columns
@@ -186,8 +201,7 @@ def test_which_chunks_leave_rows_without_a_token_as_they_are(
     policy: str, filled: bool, compress: Any, chunk: int | None, lengths: list[int], spares: tuple[bool, bool]
 ) -> None:
     """Those before the last one, and the last. Of a cache that is begun by them, no row holds anything yet."""
-    empty = jax.eval_shape(lambda: tiny.empty(tiny.decoder(), policy, np.array([24, 24]), 24))
-    cache, occupied = replace(empty, filled=filled), [20 * filled]
+    cache, occupied = replace(empty(policy, rows=2), filled=filled), [20 * filled]
     batch = Batch.of([np.arange(n) for n in lengths], 8)
     plan = Plan.of(cache, batch, ending(cache, compress), occupied, chunk=chunk, compress=compress)
     assert (plan.between.spares, plan.spares) == spares
@@ -210,7 +224,7 @@ def test_which_rows_wait() -> None:
 def test_slots_of_the_chunks_of_a_prompt() -> None:
     """Those before the last make the slots of all their tokens; the room is of the last, or of the allocation."""
     for policy, room in ("snapkv:budget=12,window=4", 3), ("adakv:base=snapkv,base.budget=12,base.window=4", 0):
-        cache = jax.eval_shape(lambda policy=policy: tiny.empty(tiny.decoder(), policy, np.array([24]), 24))
+        cache = empty(policy)
         batch, end = Batch.of([np.arange(24)]), ending(cache, "auto")
         chunked, whole = (Plan.of(cache, batch, end, [0], room=3, chunk=chunk, compress="auto") for chunk in (8, None))
         assert (chunked.between.slots, whole.between.slots) == ((16,), (0,))
@@ -232,6 +246,8 @@ def test_rows_of_a_pool() -> None:
     assert pool.filling((), ()) == (True, True)
     assert replace(pool, growing=0).filling((), ()) == (False, False)
     assert replace(pool, growing=1).within(17).longest == whole_pages(24)
+    segments: Any = replace(pool, positions=np.zeros((2, 3, 40)), start=(np.zeros((2, 6)),) * 4)
+    assert segments.mean_slots == (5,)
 
 
 def test_plans_of_some_layers() -> None:
