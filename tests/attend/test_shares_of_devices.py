@@ -15,6 +15,7 @@ from tests.attend.meshes import mesh
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
+GATES: Any = {"own": jnp.zeros(9)}
 B, HEADS, KV_HEADS, N, D, E = 4, 8, 4, 3, 5, 6
 QUERY, KEY = jnp.zeros((B, HEADS, N, D)), jnp.zeros((B, KV_HEADS, N, D))
 LAYER = AttentionLayer(
@@ -27,7 +28,7 @@ LAYER = AttentionLayer(
     statistics={"query_mean": jnp.zeros((KV_HEADS, 7))},
     hidden=jnp.zeros((B, N, E)),
     residual=jnp.zeros((B, N, E)),
-    gates={"own": jnp.zeros(9)},
+    gates=GATES,
 )
 
 

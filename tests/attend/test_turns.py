@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.attend import Reading, ReadPlan, Stepping, positions_behind
-from kvjax.cache import Layers
 from kvjax.kv_cache import KVCache
 from kvjax.policies import parse
-from kvjax.policy import Policy
 from tests.methods import one_layer
 
 SNAPKV = parse("snapkv:budget=6,window=2,kernel=3,pool=avg")
@@ -22,7 +20,7 @@ Q, K, V = one_layer.random_streams(0, 2, 2, 2, 13)
 
 
 @partial(jax.jit, static_argnames=("window", "plan"))
-def turn(entries: Layers, length: Any, lengths: Any, x: Any, *, plan: ReadPlan, window: int | None = None) -> Layers:
+def turn(entries: Any, length: Any, lengths: Any, x: Any, *, plan: ReadPlan, window: int | None = None) -> Any:
     """The entries after up to N tokens of rows that have had `length`, which are the last of q, k and v."""
     attend = Reading(SNAPKV, SNAPKV.limits(1), plan)(
         positions_behind(length, lengths, x[0].shape[2]), lengths, length + lengths
@@ -31,7 +29,7 @@ def turn(entries: Layers, length: Any, lengths: Any, x: Any, *, plan: ReadPlan, 
 
 
 @partial(jax.jit, static_argnames="window")
-def step(entries: Layers, length: Any, x: Any, *, window: int) -> Layers:
+def step(entries: Any, length: Any, x: Any, *, window: int) -> Any:
     attend = Stepping(SNAPKV, SNAPKV.limits(1))(length, jnp.ones(len(length), bool))
     return attend(replace(one_layer.describe(*x[:2])[1], window=window), *x, entries)[1]
 
@@ -40,15 +38,15 @@ def tokens(first: int, last: int) -> tuple[np.ndarray, ...]:
     return tuple(x[:, :, first:last] for x in (Q, K, V))
 
 
-def empty(policy: Policy) -> Layers:
+def empty() -> Any:
     config, _ = one_layer.describe(Q, K)
-    return KVCache.empty(config, policy, jnp.full(2, 13), 13, jnp.float32).entries
+    return KVCache.empty(config, SNAPKV, jnp.full(2, 13), 13, jnp.float32).entries
 
 
 def test_rows_without_a_token_retain_what_they_hold() -> None:
     """Row 1 holds more than its budget, and nothing has come by which it could be scored again."""
     no, all_rows = np.zeros(2, int), np.full(2, 6)
-    read = turn(empty(SNAPKV), no, all_rows + 2, tokens(0, 8), plan=ReadPlan((6,), (6,), True))
+    read = turn(empty(), no, all_rows + 2, tokens(0, 8), plan=ReadPlan((6,), (6,), True))
     grown = turn(read, all_rows + 2, all_rows - 4, tokens(8, 10), plan=ReadPlan((8,), (None,), True))
     plan = ReadPlan((8,), (8,), True, spares=True)
     after, both = (
@@ -65,8 +63,8 @@ def test_rows_without_a_token_retain_what_they_hold() -> None:
 def test_a_window_that_steps_have_overwritten_is_read_in_order() -> None:
     """SnapKV's scores pool neighbours in the text, which are no neighbours in the slots."""
     length, whole = np.zeros(2, int), np.full(2, 13)
-    expected = turn(empty(SNAPKV), length, whole, tokens(0, 13), plan=ReadPlan((6,), (6,), True), window=9)
-    found = turn(empty(SNAPKV), length, whole - 5, tokens(0, 8), plan=ReadPlan((9,), (None,), False), window=9)
+    expected = turn(empty(), length, whole, tokens(0, 13), plan=ReadPlan((6,), (6,), True), window=9)
+    found = turn(empty(), length, whole - 5, tokens(0, 8), plan=ReadPlan((9,), (None,), False), window=9)
     for at in range(8, 11):
         found = step(found, whole - 13 + at, tokens(at, at + 1), window=9)
     assert (np.diff(found[0].positions) < 0).any()

@@ -215,7 +215,7 @@ def test_which_rows_wait() -> None:
         for array in np.array(lengths), jnp.array(lengths):
             assert _some_wait(Batch(array, array), parse("snapkv")) == waits
     for policy, waits in ("snapkv", True), ("h2o", False):
-        found = []
+        found: list[bool] = []
         jax.eval_shape(lambda x, policy=policy, found=found: found.append(_some_wait(Batch(x, x), parse(policy))), ONE)
         assert found == [waits]
     assert not _some_wait(Batch(ONE, ONE), parse("snapkv"))

@@ -47,9 +47,9 @@ def drawn() -> tuple[Slots, Attended]:
     seen = (np.arange(M) <= ASKED[:, None]) & (np.arange(M) > ASKED[:, None] - WINDOW) & ~HIDDEN
     logits = np.where(seen, q @ np.repeat(k, G, axis=1).swapaxes(-1, -2) / 2, -np.inf)
     lse = np.log(np.exp(logits).sum(axis=-1))
-    q, k, v, lse, bias = (jnp.asarray(x, jnp.float32) for x in (q, k, v, lse, BIAS))
-    entries = Slots(k, v, jnp.asarray(POSITIONS, jnp.int32), jnp.full((B, H), M), bias=bias)
-    return entries, Attended(q, jnp.tile(ASKED, (B, 1)), lse, None, jnp.full(B, 3), LAYER)
+    queries, keys, values, sums, bias = (jnp.asarray(x, jnp.float32) for x in (q, k, v, lse, BIAS))
+    entries = Slots(keys, values, jnp.asarray(POSITIONS, jnp.int32), jnp.full((B, H), M), bias=bias)
+    return entries, Attended(queries, jnp.tile(ASKED, (B, 1)), sums, None, jnp.full(B, 3), LAYER)
 
 
 @pytest.mark.parametrize(
