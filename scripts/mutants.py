@@ -7,7 +7,7 @@ cosmic-ray lists the mutations of the files below `kvjax/methods`, `cache`, `att
 mutant changes one place, such as `<` to `<=`, `and` to `or` or 1 to 2, in a copy of the checkout, where the tests of
 the file run until one fails. Annotations and text are not mutated. The tests of a file are those of its own name and
 those that name what it defines most often; where no test has its name, the invariants of all policies as well; of a
-method also those of all refusals, and of all options. With --whole, a mutant that these do not find meets all other
+method also those of all refusals, options and defaults. With --whole, a mutant that these do not find meets all other
 tests of the default run, which takes minutes. The output is a JSON line for each mutant: its place, its line before and
 after, and the test that found it, or null if it survived.
 """
@@ -37,7 +37,10 @@ from cosmic_ray.plugins import get_operator, operator_names
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("methods", "cache", "attend", "policy", "reading")
 INVARIANTS = "tests/policy/test_invariants.py"
-OF_ALL_METHODS = ["tests/methods/test_refusals.py", "tests/policy/test_options.py", "tests/policy/test_ranges.py"]
+OF_ALL_METHODS = [
+    "tests/methods/test_refusals.py",
+    *(f"tests/policy/test_{name}.py" for name in ("defaults", "options", "ranges")),
+]
 CORE = (*PACKAGES, "common", "tests")  # folders of tests
 FILES = 3  # of tests that run for a mutant
 OWN = 1000  # mentions that a test file of a file's own name counts as

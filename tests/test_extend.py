@@ -19,7 +19,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig, Rope
 from kvjax.reading.layers import read
 from kvjax.reading.prompt import Batch, read_prompt
-from kvjax.reading.room import plan_read, with_room
+from kvjax.reading.room import check_room, plan_read, usage, with_room
 from tests import tiny
 from tests.products import part
 
@@ -252,6 +252,10 @@ def test_with_room_adds_empty_slots_where_the_cache_grows_and_nowhere_else():
     assert all(layer.slots >= SIZE + 4 for layer in roomy.entries)
     assert tiny.held(roomy, 0) == tiny.held(full, 0)
     assert with_room(roomy, 2) is roomy
+    free = usage(roomy).free[0]
+    check_room(roomy, free)
+    with pytest.raises(ValueError, match=f"layer 0 has room for {free} tokens, not {free + 1};"):
+        check_room(roomy, free + 1)
     expected = tiny.full_logits(params, [np.append(ROWS[0], STEPS[:, 0])], SIZE + 4)
     np.testing.assert_allclose(decode(params, roomy)[0][-1][0], expected[0][-1], atol=2e-5)
     _, evicting = tiny.prefill(params, "h2o:budget=12", ROWS, SIZE)

@@ -94,7 +94,7 @@ class Layers(Entries):
         return Layers(tuple(replace(layer, per_row=own) for layer, own in zip(self.each, after, strict=True)))
 
     def usage(self) -> Usage:
-        occupied = jnp.stack([jnp.max(layer.occupancy, axis=1, initial=0) for layer in self.each], axis=-1)
+        occupied = jnp.stack([jnp.max(layer.occupancy, axis=1) for layer in self.each], axis=-1)
         return Usage(occupied, jnp.array(self.bounds) - occupied)
 
     @property
@@ -179,7 +179,7 @@ def _evicted(entries: Slots, incoming: Bool[Array, "B"], room: MakeRoom) -> tupl
         victims = judge(entries)
         after = room.release(entries, full[..., None] & mark(victims, S))
         if not room.absorbs:  # the slot is known without another search
-            return after, jnp.where(full & (victims[..., 0] >= 0), victims[..., 0], S)
+            return after, jnp.where(full, victims[..., 0], S)
     else:
         # Rows of an engine become full in different steps. The others are shown as empty: a GPU's kernels read no keys
         # of empty rows. Nothing of the cache's size may leave a cond: XLA would copy the keys and values.

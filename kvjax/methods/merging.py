@@ -81,8 +81,6 @@ class NearestValues(Merge):
     def _chosen(self, u: Float[Array, "B H E"], there: Bool[Array, "B H E"]) -> Bool[Array, "B H E"]:
         """Returns which evicted entries are merged: the most similar ones, and those as similar as the last of them."""
         similar = there & (u >= self.threshold)
-        if self.fraction == 1:
-            return similar
         n = jnp.sum(there, axis=-1, keepdims=True)
         most = 1 + share_of(self.fraction, n - 1)
         ordered = jnp.flip(jnp.sort(jnp.where(similar, u, -jnp.inf), axis=-1), axis=-1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,3 +72,14 @@ def test_rows_out_of_phase_are_judged_when_they_are_full() -> None:
         left = sorted(p for p in positions.tolist() if p >= 0)
         assert left == list(range(row + STEPS - len(left), row + STEPS))
     assert layers.each[0].positions[-1, 0].tolist() == list(range(CAPACITY))
+
+
+def test_numbers_of_entries_by_hand() -> None:
+    """The fullest head decides what is occupied; what is held is a mean over heads, with settled entries."""
+    positions = jnp.array([[[0, -1, 3, -1], [1, 2, 5, -1]], [[-1] * 4, [0, -1, -1, -1]]])
+    settled: Any = SimpleNamespace(positions=jnp.array([[[4, 0], [-1, 0]], [[-1, -1]] * 2]))
+    capacity = jnp.full((2, 2), 4)
+    layers = Layers((Slots(None, None, positions, capacity), Slots(None, None, positions, capacity, settled=settled)))
+    usage = layers.usage()
+    assert (usage.occupied.tolist(), usage.free.tolist()) == ([[3, 3], [1, 1]], [[1, 1], [3, 3]])
+    assert layers.held().tolist() == [[2.5, 4.0], [0.5, 0.5]]

@@ -75,8 +75,11 @@ def drawn(grows: bool = False) -> tuple[Layers, Segments]:
 
 
 @partial(jax.jit, static_argnames=("i", "room"))
-def stepped(entries: Any, i: int, room: Lowest) -> tuple[Any, jax.Array, Any]:
-    """Layer i after room was made, the slot that is free, and the layer with one more token that it has observed."""
+def stepped(entries: Any, i: int, room: Lowest) -> tuple[Any, jax.Array, Any, Any]:
+    """Layer i after room was made, the slot that is free, and the layer with one more token that it has observed.
+
+    Of a pool also the rows that segments use then.
+    """
     after, slot = entries.make_room(i, jnp.asarray(INCOMING), room)
     new = jnp.full((B, H, 2), 7.0)
     written = after.write(i, slot, new, new, jnp.full((B, H), NEXT))
@@ -84,7 +87,8 @@ def stepped(entries: Any, i: int, room: Lowest) -> tuple[Any, jax.Array, Any]:
     def show(held: Slots, take: Any) -> tuple[Any, Any]:
         return jnp.where(held.positions >= 0, held.per_slot + held.positions / 10, 0), held.per_row
 
-    return after.layer(i, SLOTS + 8), slot, written.observe(i, show, room).layer(i, SLOTS + 8)
+    observed = written.observe(i, show, room)
+    return after.layer(i, SLOTS + 8), slot, observed.layer(i, SLOTS + 8), getattr(observed, "used", None)
 
 
 def contents(layer: Slots, row: int, head: int) -> dict[int, tuple[Any, ...]]:
@@ -105,7 +109,7 @@ def contents(layer: Slots, row: int, head: int) -> dict[int, tuple[Any, ...]]:
 def test_it_makes_the_same_room(i: int, room: Lowest, piece: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE", piece or pieces.PIECE)
     layers, pool = drawn()
-    (expected, _, observed), (found, slot, ours) = (stepped(entries, i, room) for entries in (layers, pool))
+    (expected, _, observed, _), (found, slot, ours, used) = (stepped(entries, i, room) for entries in (layers, pool))
     size, evicted = np.asarray(pool.size[i]), 0
     for b, h in np.ndindex(B, H):
         own, before = contents(found, b, h), contents(layers[i], b, h)
@@ -114,6 +118,8 @@ def test_it_makes_the_same_room(i: int, room: Lowest, piece: int | None, monkeyp
         evicted += own != before
         at = int(slot[b, h])
         assert (at < size[b, h]) == INCOMING[b]
+        rows = max(int(np.flatnonzero(found.positions[b, h] >= 0)[-1]), at if INCOMING[b] else 0) + 1
+        assert rows <= used[i][b, h] <= max(rows, int(pool.used[i][b, h]))
         if INCOMING[b]:
             assert found.positions[b, h, at] <= 0
             assert ours.positions[b, h, at] == NEXT

@@ -276,8 +276,10 @@ def test_usage_by_hand():
     plan = kvjax.plan_cache(params(ONE_LAYER).config, policy, batch=1, length=40, new_tokens=NEW, dtype="float32")
     size, used, capacity = [96, 96, 48, 48], [40, 30, 20, 48], [UNLIMITED, UNLIMITED, 48, 48]
     heads = {"size": size, "used": used, "capacity": capacity}
-    usage = replace(plan.entries, **{name: (jnp.array([x]),) for name, x in heads.items()}).usage()
+    pool = replace(plan.entries, **{name: (jnp.array([x]),) for name, x in heads.items()})
+    usage = pool.usage()
     assert (usage.occupied.tolist(), usage.free.tolist()) == ([[48]], [[56]])
+    assert pool.held().tolist() == [[34.5]]
 
 
 @pytest.mark.slow

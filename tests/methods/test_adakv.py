@@ -53,6 +53,12 @@ def test_e1(formula, normalise, alpha, counts):
     assert allocated[0, 0].tolist() == counts
 
 
+@pytest.mark.parametrize(("alpha", "counts"), [(0.0, [0, 2]), (0.01, [1, 1])])
+def test_kvpress_keeps_an_entry_of_each_head_safe_unless_the_share_is_zero(alpha, counts):
+    budget = AdaptiveShares(Fixed(1), alpha, normalise=False, formula="kvpress")
+    assert allocate(budget, np.float32([[[[1, 2], [4, 3]]]]), np.array([[1]]), 0)[0, 0].tolist() == counts
+
+
 @pytest.mark.parametrize("formula", ["paper", "code", "kvpress"])
 @pytest.mark.parametrize(
     ("alpha", "normalise", "least", "groups"), [(0.2, True, 0, 1), (0.35, False, 9, 2), (0, True, 0, 2)]

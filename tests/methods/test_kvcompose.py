@@ -125,7 +125,7 @@ def test_retains_what_the_equations_keep(group: int, options: dict) -> None:
     assert len({len(layer[0]) for layer in tiny.held(cache, 0)}) == LAYERS, "or layers would not have competed"
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(("source", "rows"), [("self", "mean"), ("replay", "sum"), ("prompt", "max")])
 def test_scores(source: str, rows: str) -> None:
     """Reductions of every source, with and without the mean over heads and the norms of values (26 and 27)."""

@@ -21,6 +21,7 @@ from kvjax.models import Mixture
 from kvjax.parts import LookaheadAttention, Pooling
 from kvjax.policies import lookaheadkv
 from kvjax.policy import Moment
+from kvjax.policy.suits import check_attached
 from kvjax.reading.replays import replayed
 from tests import tiny
 from tests.dense import assert_close
@@ -206,6 +207,7 @@ def test_what_is_refused() -> None:
         ValueError, match=r"runs 6 learned tokens, and the gates of 'lookaheadkv' have 5: expected at mo"
     ):
         kvjax.prefill(params, ROWS, policy="lookaheadkv:budget=8,tokens=6,recent=2")
+    check_attached(lookaheadkv(8, tokens=5, recent=2), params)
     with pytest.raises(ValueError, match="reads gates of 'lookaheadkv', and the parameters have none"):
         kvjax.prefill(tiny.decoder(), ROWS, policy="lookaheadkv:budget=8,recent=2")
     with pytest.raises(ValueError, match=r"gates for layers 2, input_dim 32, query_dim 64, .*: expected gates for"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,9 @@ import pytest
 
 from kvjax.cache import Slots
 from kvjax.methods.common.redundancy import redundancy
+from kvjax.methods.common.window_attention import QueryRing
+from kvjax.methods.rkv import JointImportance
+from kvjax.parts import Pooling
 from kvjax.policies import parse
 from tests import tiny
 from tests.methods import one_layer
@@ -94,6 +99,20 @@ def test_redundancy_is_the_equation_in_any_order_of_slots_and_in_blocks():
         expected = repeated(keys[0, head, order].astype(np.float64), 0.8)
         np.testing.assert_allclose(ours[0, head, order], expected, rtol=1e-4)
         assert (ours[0, head][positions[0, head] < 0] == 0).all()
+
+
+def test_a_short_turn_scores_by_the_queries_that_there_are():
+    """The queries of a prompt that has been read are forgotten. Of the window of 4, a turn of one token fills one."""
+    rng = np.random.default_rng(1)
+    keys, query = rng.normal(size=(1, 8, 4)), rng.normal(size=(2, 4))
+    queries = np.ones((1, 2, 4, 4), np.float32)
+    queries[0, :, 3] = query
+    ring = QueryRing(jnp.asarray(queries), jnp.zeros((1, 2, 4)), jnp.array([[[-1, -1, -1, 7]]]))
+    entries = replace(one_layer.entries_at([[*range(8)]], keys), per_row=ring)
+    score = JointImportance(4, Pooling("max", 1), 1.0, 1.0)
+    found = jax.jit(lambda entries: score(entries, one_layer.moment(8, heads=2)))(entries)
+    expected = softmax((query @ keys[0, :4].T / 2).max(axis=0))
+    np.testing.assert_allclose(found[0, 0, :4], expected, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from kvjax.parts import (
     WindowAttention,
 )
 from kvjax.policies import PRESETS, h2o, parse
-from kvjax.policy import Effects, Limits, Merge, Moment, Needs, Protect, Received, most_entries
+from kvjax.policy import Effects, Limits, Merge, Moment, Needs, Protect, Received, Together, most_entries
 from tests.policy.small import small
 
 
@@ -180,6 +180,15 @@ def test_calls_in_which_a_score_is_shown_attention():
         True,
     ]
     assert Needs(keeps_queries=True).asks_the_end
+
+
+def test_what_scores_need_that_observe_together():
+    received, keeps, hidden, replays = (parse(name).score for name in ("h2o", "snapkv", "kvzap", "kvcompose"))
+    both = Together((received, keeps, hidden)).needs
+    assert both == Needs(also_received=received.needs.wishes, keeps_queries=True, hidden="normed")
+    assert Together((received, replays)).needs == Needs(
+        also_received=(*received.needs.wishes, *replays.needs.wishes), whole_prompt=True
+    )
 
 
 FACTS = {  # the presets of which a fact is true

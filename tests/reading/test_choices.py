@@ -14,10 +14,11 @@ import pytest
 from kvjax.attend import ReadPlan, positions_behind
 from kvjax.cache import UNLIMITED, Layers, Segments, Slots, Usage, bucket, room_for
 from kvjax.cache.paging import whole_pages
+from kvjax.kv_cache import KVCache
 from kvjax.pallas_kernels import PAGE
 from kvjax.policies import parse
 from kvjax.reading.allocate import limits
-from kvjax.reading.prompt import Batch
+from kvjax.reading.prompt import Batch, Plan, _some_wait
 from kvjax.reading.read_each import End
 from kvjax.reading.room import Ending, ending, only_once, plan_read
 from kvjax.reading.widening import Widths
@@ -25,6 +26,7 @@ from tests import tiny
 from tests.methods import one_layer
 
 LENGTHS = (1, 5, 13)
+ONE = jax.ShapeDtypeStruct((1,), np.int32)
 
 
 def test_sizes() -> None:
@@ -91,6 +93,12 @@ def test_how_a_call_ends(policy: str, filled: bool, endings: dict[Any, Ending | 
     assert (only_once(parsed) is None) == (endings["chunk"] is not None or policy.startswith("kvzap"))
 
 
+def empty(policy: str, rows: int = 1) -> KVCache:
+    """The shapes of an empty cache for prompts of 24 tokens."""
+    params = tiny.decoder()  # which is cached, so that it must not be made while something is traced
+    return jax.eval_shape(lambda: tiny.empty(params, policy, np.full(rows, 24), 24))
+
+
 def of_slots(*sizes: int) -> Layers:
     return Layers(tuple(Slots.only(positions=np.zeros((1, 1, n))) for n in sizes))
 
@@ -124,6 +132,8 @@ def test_slots_of_a_layer(now: int, occupied: int, new: int, room: int, kept: An
     assert layers.filling([True, True], [None, now]) == (True, False)
     assert layers.filling([False, True], [None, now + 1]) == (False, True)
     assert (layers[0].slots, layers.bounds, layers.mean_slots) == (5, (5, now), (5, now))
+    settled: Any = SimpleNamespace(positions=np.zeros((1, 1, 7)))
+    assert layers.with_layer(0, replace(layers[0], settled=settled)).mean_slots == (12, now)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +150,7 @@ def test_slots_of_a_layer(now: int, occupied: int, new: int, room: int, kept: An
     ],
 )
 def test_slots_of_a_prompt_that_is_not_compressed(policy: str, room: int, slots: int) -> None:
-    cache = jax.eval_shape(lambda: tiny.empty(tiny.decoder(), policy, np.array([24]), 24))
+    cache = empty(policy)
     assert plan_read(cache, [0], new=24, room=room, compress=False, final=False).slots == (slots,)
 
 
@@ -156,9 +166,70 @@ def test_slots_of_a_prompt_that_is_not_compressed(policy: str, room: int, slots:
 def test_slots_where_rows_without_a_token_are_not_compressed(
     policy: str, occupied: int, slots: int, spares: bool
 ) -> None:
-    cache = jax.eval_shape(lambda: tiny.empty(tiny.decoder(), policy, np.array([24]), 24))
+    cache = empty(policy)
     plan = plan_read(cache, [occupied], new=4, room=0, compress=True, final=True, spares=True)
     assert plan == ReadPlan((slots,), (slots,), True, spares=spares)
+
+
+@pytest.mark.parametrize(("filled", "kept"), [(True, bucket(24 + 3)), (False, 12)])
+def test_a_turn_retains_more_where_the_budget_rises(filled: bool, kept: int) -> None:
+    """By half of its tokens; a prompt has the half of its own."""
+    cache = replace(empty("rising:base=knorm,share=0.5"), filled=filled)
+    plan = plan_read(cache, [24 * filled], new=6, room=0, compress=True, final=True)
+    assert plan.kept == (kept,)
+
+
+ALL, WAITS_BEFORE, WAITS_LAST = [5, 5], [5, 4], [4, 0]  # tokens of rows, in 8 columns
+
+
+@pytest.mark.parametrize(
+    ("policy", "filled", "compress", "chunk", "lengths", "spares"),
+    [
+        ("snapkv:budget=12,window=4", True, "end", None, WAITS_LAST, (False, True)),
+        ("snapkv:budget=12,window=4", True, "end", None, ALL, (False, False)),
+        ("snapkv:budget=12,window=4", True, "auto", None, WAITS_LAST, (False, False)),
+        ("snapkv:budget=12,window=4", False, "end", None, WAITS_LAST, (False, False)),
+        ("snapkv:budget=12,window=4", True, "chunk", 4, WAITS_BEFORE, (True, False)),
+        ("snapkv:budget=12,window=4", True, "chunk", 4, WAITS_LAST, (True, True)),
+        ("snapkv:budget=12,window=4", True, "chunk", 4, ALL, (False, False)),
+        ("snapkv:budget=12,window=4", False, "chunk", 4, WAITS_BEFORE, (False, False)),
+        ("snapkv:budget=12,window=4", True, "end", 4, WAITS_BEFORE, (False, False)),
+        ("h2o:budget=12", True, "auto", None, WAITS_LAST, (False, True)),
+    ],
+)
+def test_which_chunks_leave_rows_without_a_token_as_they_are(
+    policy: str, filled: bool, compress: Any, chunk: int | None, lengths: list[int], spares: tuple[bool, bool]
+) -> None:
+    """Those before the last one, and the last. Of a cache that is begun by them, no row holds anything yet."""
+    cache, occupied = replace(empty(policy, rows=2), filled=filled), [20 * filled]
+    batch = Batch.of([np.arange(n) for n in lengths], 8)
+    plan = Plan.of(cache, batch, ending(cache, compress), occupied, chunk=chunk, compress=compress)
+    assert (plan.between.spares, plan.spares) == spares
+    assert (plan.begins, plan.new, plan.chunk) == (not filled, chunk or 8, chunk)
+    assert plan.occupied == (None if chunk else occupied)
+
+
+def test_which_rows_wait() -> None:
+    """Of lengths that are traced only the policy is known: what scored a prompt may be forgotten."""
+    for lengths, waits in ([3, 0], True), ([3, 1], False):
+        for array in np.array(lengths), jnp.array(lengths):
+            assert _some_wait(Batch(array, array), parse("snapkv")) == waits
+    for policy, waits in ("snapkv", True), ("h2o", False):
+        found: list[bool] = []
+        jax.eval_shape(lambda x, policy=policy, found=found: found.append(_some_wait(Batch(x, x), parse(policy))), ONE)
+        assert found == [waits]
+    assert not _some_wait(Batch(ONE, ONE), parse("snapkv"))
+
+
+def test_slots_of_the_chunks_of_a_prompt() -> None:
+    """Those before the last make the slots of all their tokens; the room is of the last, or of the allocation."""
+    for policy, room in ("snapkv:budget=12,window=4", 3), ("adakv:base=snapkv,base.budget=12,base.window=4", 0):
+        cache = empty(policy)
+        batch, end = Batch.of([np.arange(24)]), ending(cache, "auto")
+        chunked, whole = (Plan.of(cache, batch, end, [0], room=3, chunk=chunk, compress="auto") for chunk in (8, None))
+        assert (chunked.between.slots, whole.between.slots) == ((16,), (0,))
+        assert whole.last(cache).slots == (12 + room,) if room else (24,)
+        assert chunked.last(cache).kept == whole.last(cache).kept
 
 
 def test_rows_of_a_pool() -> None:
@@ -175,6 +246,8 @@ def test_rows_of_a_pool() -> None:
     assert pool.filling((), ()) == (True, True)
     assert replace(pool, growing=0).filling((), ()) == (False, False)
     assert replace(pool, growing=1).within(17).longest == whole_pages(24)
+    segments: Any = replace(pool, positions=np.zeros((2, 3, 40)), start=(np.zeros((2, 6)),) * 4)
+    assert segments.mean_slots == (5,)
 
 
 def test_plans_of_some_layers() -> None:

@@ -38,6 +38,7 @@ def test_kinds_of_budget():
     assert budget_of(0.5) == Fraction(0.5)
     assert budget_of(1) == Fixed(1), "an integer is a number of entries, a float a share"
     assert Fixed(7).capacity(0, lengths, 1).tolist() == [7, 7]
+    assert Fraction(0.0001).capacity(0, np.array([30_000]), 1).tolist() == [3], "the smallest share"
     assert Everything().capacity(0, lengths, 1) is None
     dense = DenseLayers(Fixed(7), 2)
     assert [most_entries(dense, layer, 100, 4) for layer in range(4)] == [None, None, 7, 7]

@@ -52,3 +52,26 @@ def test_pieces_that_are_nearly_as_near_as_each_other(best_at, monkeypatch):
     u, position = jax.jit(nearest.search)(keys, jnp.full((1, 1), 9), others)
     np.testing.assert_allclose(u, 0.5, atol=1e-6)
     np.testing.assert_array_equal(position, positions[0, 0, 16 * (1 - best_at) + 9])
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_pairs_of_lost_entries_and_those_that_take_them_in(chosen):
+    """In order of position, by slots; of all that are not lost, or of those that are chosen. Rows differ from heads."""
+    rng = np.random.default_rng(3)
+    B, H, S, count = 3, 2, 9, 4
+    keys = rng.normal(size=(B, H, S, 4)).astype(np.float32)
+    positions = rng.permuted(np.broadcast_to(np.arange(S, dtype=np.int32), (B, H, S)), axis=2)
+    positions[positions == 5] = -1
+    lost = (positions >= 0) & (positions < np.array([4, 3, 0])[:, None, None])
+    lost[0, 1] &= positions[0, 1] != 2
+    kept = np.where(lost | (positions < 7), -1, np.arange(S)) if chosen else None
+    entries = Slots(*map(jnp.asarray, (keys, keys, positions)), jnp.full((B, H), S))
+    slots, u, into = jax.jit(nearest.pairs, static_argnums=2)(entries, jnp.asarray(lost), count, kept)
+    others = ~lost & (positions >= (7 if chosen else 0))
+    unit = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+    for b, h in np.ndindex(B, H):
+        own = sorted(np.flatnonzero(lost[b, h]), key=lambda slot: positions[b, h, slot])
+        assert slots[b, h].tolist() == [*own, *[-1] * (count - len(own))]
+        cosines = np.where(others[b, h], unit[b, h, own] @ unit[b, h].T, -np.inf)
+        np.testing.assert_allclose(u[b, h, : len(own)], cosines.max(axis=-1), atol=1e-5)
+        assert into[b, h, : len(own)].tolist() == cosines.argmax(axis=-1).tolist()
