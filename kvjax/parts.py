@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax.cache import UNLIMITED, Slots, mark
-from kvjax.checks import check_truth, is_finite, is_number, shown
+from kvjax.checks import check_truth, is_finite, is_number, path_of, shown
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods import registry
 from kvjax.methods.common import group_weights, nearest, query_bits
@@ -163,6 +163,7 @@ __all__ = [
     "most_entries",
     "nearest",
     "pad",
+    "path_of",
     "preset",
     "projected_norms",
     "prompt_attention",

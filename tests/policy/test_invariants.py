@@ -166,11 +166,10 @@ def check_allocation(policy: Policy, layers: list[list[list[int]]], length: int,
         length, recent = length + policy.learned.count, recent + policy.learned.count
     seen = length + decoded
     read, answer = (length, decoded) if policy.every is None else (seen, 0)
-    last = range(max(0, read - recent), seen)
+    protected = {*range(max(0, read - recent), seen), *range(min(policy.protect.sinks, seen))}
     for held in heads:
         assert len(held) == len(set(held))
-        assert set(held) <= set(range(seen))
-        assert set(last) | set(range(min(policy.protect.sinks, seen))) <= set(held)
+        assert protected <= set(held) <= set(range(seen))
     if isinstance(policy.budget, GatedShares):
         full = np.ravel(policy.budget.full)
         assert [len(head) for head in heads] == np.where(full, seen, min(seen, mean)).tolist()

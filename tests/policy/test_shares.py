@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvjax.methods.merging import NearestValues
 from kvjax.methods.roco import ABOVE, Moments, RobustAttention
 from kvjax.parts import DynamicShares, Fixed, ratio_of, share_of
 from kvjax.policies import parse
-from kvjax.policy import Protect
+from kvjax.policy import Moment, Protect
 from tests.methods import one_layer
 
 SHARES = ("0.29", "0.53", "0.58", "0.7", "0.0005", "0.9999", "1", "2.53", "300.1234")
@@ -46,7 +47,9 @@ def entries(count: int, per_slot: Any = None) -> Slots:
 
 def moment(count: int, **fields: Any) -> Any:
     own = {"next_position": jnp.array([count]), "counts": jnp.array([[count]]), "window": None, "protected": None}
-    return SimpleNamespace(**own | fields)
+    made = SimpleNamespace(**own | fields)
+    made.viewers = partial(Moment.viewers, made)
+    return made
 
 
 def protected() -> int:
