@@ -58,7 +58,7 @@ def assert_same(mine, other, batch=3):
     assert mine[1].length.tolist() == other[1].length.tolist()
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize("spec", part(SPECS, [spec for spec in SPECS if spec not in ALIKE]))
 def test_a_prompt_in_chunks_is_a_prompt_in_one_go(spec):
@@ -139,7 +139,6 @@ def test_extending_leaves_the_given_cache_as_it_was(spec):
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, cache))
 
 
-@pytest.mark.slow
 def test_several_tokens_at_once_are_one_at_a_time():
     """A question that extends a full cache in one call equals the question read token by token."""
     params = tiny.decoder()
@@ -160,7 +159,7 @@ def test_a_question_of_one_token_and_of_two_behave_alike():
             assert [len(head) for heads in tiny.held(longer, 0) for head in heads] == [size] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("spec", ["h2o:budget=12", "snapkv:budget=12,window=4", "morphkv:budget=12,window=4"])
 def test_rows_take_as_many_tokens_as_they_have(spec):
     """Rows take 4, 0 and 2 tokens in one call, each as if all took as many. A row without tokens stays as it is."""
@@ -220,7 +219,7 @@ def test_a_sliding_window_is_attention_with_that_window_and_needs_no_more_slots(
     assert tiny.held(after, 0)[0][0] == list(range(SIZE + 12 - 8, SIZE + 12))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("spec", ["full", "h2o:budget=6", "morphkv:budget=6,window=4"])
 def test_finished_rows_of_a_sliding_window_stay_bit_for_bit(spec):
     """The window has moved on by one token, so that the next step would empty another slot of the finished row."""

@@ -13,7 +13,7 @@ from tests import tiny
 from tests.dense import assert_close
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("policy", ["adakv:base=h2o,base.budget=56", "adakv:base=morphkv,base.budget=56,base.window=8"])
 def test_pieces_of_a_page_are_as_one_piece(monkeypatch, policy):
     """Which entries leave, the state of those that stay, and the logits, in segments of several pages."""

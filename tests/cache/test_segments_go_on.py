@@ -53,7 +53,6 @@ def test_a_prompt_in_chunks_is_the_same():
     assert segments(chunked.cache) == segments(whole.cache)
 
 
-@pytest.mark.slow
 def test_an_empty_layer_works():
     """One layer has the complete budget. The other sees generated tokens and nothing of the prompt."""
 
@@ -72,7 +71,6 @@ def test_an_empty_layer_works():
     assert cache.entries.used[1].tolist() == [[1] * HEADS] * 3
 
 
-@pytest.mark.slow
 def test_steps_from_outside():
     """`extend` and `with_room`, eagerly and under jit, give full attention while all entries fit the budget."""
     policy, model = on(GlobalShares(Fixed(99)), "snapkv:budget=99,window=4"), params(ONE_LAYER)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvjax.parts import GaussianMerge
 from kvjax.policies import cam, kvcrush, kvmerger
@@ -13,7 +12,6 @@ from tests.methods.literal_merging import condense
 from tests.methods.reference import attended
 
 
-@pytest.mark.slow
 def test_merged_entries_that_do_not_fit_are_represented():
     """Of KVMerger's sets with a fixed theta, KVCrush retains the most attended to and representatives."""
     rng, budget = np.random.default_rng(5), 18
@@ -40,7 +38,6 @@ def test_merged_entries_that_do_not_fit_are_represented():
     assert tiny.held(cache, 0) != tiny.held(alone, 0)
 
 
-@pytest.mark.slow
 def test_a_representative_that_leaves_hands_its_value_on():
     """On CaM: the sinks and the newest are important, and bits follow from the attention by age.
 

@@ -13,7 +13,7 @@ from tests.methods.reference import _unrotated, attended, rotated, softmax
 from tests.methods.test_kvmerger import check
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "options"),
     [

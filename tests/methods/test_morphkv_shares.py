@@ -59,7 +59,7 @@ def compress(text: Reader, budget) -> None:
             head.keep(n, int(capacity) - WINDOW)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "budget",
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvjax.extend import extend
 from kvjax.reading.prompt import Batch, read_prompt
@@ -11,7 +10,6 @@ from tests import tiny
 from tests.test_extend import ROWS, SIZE, STEPS, decode
 
 
-@pytest.mark.slow
 def test_a_prompt_may_go_on_after_steps_in_a_sliding_window():
     """Steps write into the slots that the window has left, in no order. SnapKV's scores pool neighbours in the text."""
     params, spec = tiny.decoder(windows=(12,)), "snapkv:budget=6,window=2,kernel=5,pool=avg"
@@ -24,7 +22,6 @@ def test_a_prompt_may_go_on_after_steps_in_a_sliding_window():
     assert [tiny.held(cache, row) for row in range(3)] == [tiny.held(whole, row) for row in range(3)]
 
 
-@pytest.mark.slow
 def test_rows_without_tokens_are_not_compressed():
     """What scored a prompt is forgotten, and nothing has come since. Rows of a turn begin in different chunks."""
     params = tiny.decoder()

@@ -26,7 +26,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.long
+@pytest.mark.long(first=2)
 @pytest.mark.slow(first=4)
 @pytest.mark.parametrize(
     ("spec", "expected"),
@@ -50,7 +50,6 @@ def test_a_step_waits_only_where_slots_can_run_out(spec, expected, fetched):
         assert fetched == expected
 
 
-@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("spec", ["snapkv:budget=12,window=4", "kvcompose:budget=12", "full"])
 def test_logits_are_nan_where_a_step_in_jit_finds_no_room(spec):

@@ -52,7 +52,6 @@ def steps(one: Callable[..., Any], params: Decoder, cache: KVCache) -> tuple[KVC
     return jax.lax.scan(advance, cache, TOKENS)
 
 
-@pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("text", [*MIXED, DENSE, *POOLS])
 def test_a_step_is_one_of_all_layers_together(text: str) -> None:
