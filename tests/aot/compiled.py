@@ -119,7 +119,7 @@ def answering(name: str, config: DecoderConfig, policy: kvjax.Policy, batch: int
     """After prompts of 4096 tokens, up to 1024 more. One program for all tests that look at it."""
     mesh, sizes = kvjax.make_mesh(model=model, devices=accelerators(name)[:model]), {"length": 4096, "new_tokens": 1024}
     with pytest.MonkeyPatch.context() as patch:
-        if policy.score.needs.gates or policy.score.needs.statistics:
+        if policy.learned or policy.score.needs.gates or policy.score.needs.statistics:
             patch.setattr(lower, "plan_params", plan_params)
         lowered, outside = lower.lower_decode(config, policy, mesh=mesh, batch=batch, **sizes), Counter[str]()
     if mesh.devices.flat[0].platform == "gpu":

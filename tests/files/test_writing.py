@@ -72,7 +72,7 @@ def convert(folder: Path, version: int, overwrite: bool = False) -> None:
     source = folder.parent / f"source{version}"
     if not source.exists():
         (kvjax.save_hf, kvjax.save)[version](model(1 + version), source)
-        (source / "generation_config.json").write_text(f"{version}")
+        (source / "generation_config.json").write_text(f'{{"version": {version}}}')
     plan_conversion(source, folder, ("orbax", "hf")[version], overwrite=overwrite).run()
 
 
