@@ -229,7 +229,7 @@ ALIKE = {
     ),
 )
 def test_compiles(problem: str, name: str, tmp_path: Path) -> None:
-    """Spills no register but those of SPILLED. Products run on tensor cores, but in float32, which keeps its precision."""
+    """Spills no register but those of SPILLED. Products run on tensor cores, except in float32."""
     compiles(problem, accelerator(name), tmp_path)
 
 
