@@ -36,10 +36,17 @@ def as_model(value: str | None) -> str | None:
     return value
 
 
+def as_required_model(value: str | None) -> str | None:
+    """Does what `as_model` does, and raises ValueError where there is no value, as older versions of typer do not."""
+    if value is None:
+        raise ValueError("Missing argument 'MODEL'")
+    return as_model(value)
+
+
 Model: TypeAlias = Annotated[
     str,
     typer.Argument(
-        callback=as_model,
+        callback=as_required_model,
         metavar="MODEL",
         help="Checkpoint folder, GGUF file, repository on the hub, or demo: the model that ships with kvjax.",
     ),
