@@ -37,7 +37,7 @@ def as_model(value: str | None) -> str | None:
 
 
 def as_required_model(value: str | None) -> str | None:
-    """Does what `as_model` does, and raises ValueError where there is no value, as older versions of typer do not."""
+    """The value of MODEL, as `as_model`. Raises ValueError for none, of which older versions of typer do not tell."""
     if value is None:
         raise ValueError("Missing argument 'MODEL'")
     return as_model(value)
