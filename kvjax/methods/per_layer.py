@@ -16,13 +16,14 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.checks import is_number, shown
-from kvjax.policy import Budget, Policy, check_kind, share_of
+from kvjax.policy import Budget, Policy, check_integer, check_kind, share_of
 
 from .common.allocation import check_mean
 from .registry import preset
 from .snapkv import snapkv
 
 SNAPKV = snapkv()
+MOST = 1000  # times the base's budget; more is a mistake, and such a number of entries may not fit 32 bits
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class PerLayer(Budget):
 
     Attributes:
         budget: the entries of a share of 1, the same for all layers.
-        shares: of each layer, above 0. A layer never gets more than the prompt if `budget` is a share of the prompt.
+        shares: of each layer, above 0 and at most 1000. A layer never gets more than the prompt if `budget` is a share
+            of the prompt.
 
     Raises:
         ValueError: for a value that is not accepted, or a budget that is not the same for all layers.
@@ -43,7 +45,10 @@ class PerLayer(Budget):
     def __post_init__(self) -> None:
         check_mean(self.budget)
         if not isinstance(self.shares, tuple) or not self.shares or not all(map(_is_share, self.shares)):
-            raise ValueError(f"shares={shown(self.shares)}: expected a tuple of numbers > 0, one for each layer")
+            accepted = f"a tuple of numbers above 0 and at most {MOST}, one for each layer"
+            raise ValueError(f"shares={shown(self.shares)}: expected {accepted}")
+        if self.budget.smallest is not None:
+            check_integer("the largest layer's budget", share_of(max(self.shares), self.budget.smallest), least=0)
 
     @property
     def smallest(self) -> int | None:
@@ -64,7 +69,7 @@ class PerLayer(Budget):
 
 
 def _is_share(value: Any) -> bool:
-    return is_number(value) and value > 0
+    return is_number(value) and 0 < value <= MOST
 
 
 @preset
@@ -83,8 +88,8 @@ def per_layer(base: Policy = SNAPKV, shares: tuple[float, ...] = (1.5, 1.25, 0.7
     Args:
         base: the policy that scores, selects and protects. Its budget is the same for all layers: an integer, or a
             float for that share of each row's prompt.
-        shares: a number > 0 for each layer of the model. Another number of layers is refused when a cache is made. The
-            default is for models of four layers. As text `shares=(1.5,1.25,0.75,0.5)`.
+        shares: a number above 0 and at most 1000 for each layer of the model. Another number of layers is refused when
+            a cache is made. The default is for models of four layers. As text `shares=(1.5,1.25,0.75,0.5)`.
 
     Raises:
         ValueError: for a value that is not accepted, a base whose layers have different budgets already, and a layer

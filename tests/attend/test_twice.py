@@ -1,6 +1,7 @@
 """A decode step whose rows run through the decoder twice, as on GPUs, is the step of other devices."""
 
 from importlib import import_module
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ import pytest
 
 import kvjax
 from kvjax.attend import runs_twice
-from kvjax.attend.twice import in_array
-from kvjax.models import Mixture
+from kvjax.attend.twice import attending_once, in_array
+from kvjax.models import AttentionLayer, Mixture, Rope
 from kvjax.reading.layers import step
 from tests.tiny import VOCAB, decoder
 
@@ -34,6 +35,20 @@ def test_rows_that_run_twice(batch: int, mixture: Mixture | None, monkeypatch: p
     assert asked == [(batch, None)]
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_runs_twice_attends_once() -> None:
+    """Of three rows: attention sees one of each two, and its context goes to both."""
+    layer = AttentionLayer(0, Rope(1e4), None, 1.0, jnp.zeros((2, 4, 1)), hidden=jnp.arange(6.0).reshape(6, 1, 1))
+    q, k = jnp.arange(48.0).reshape(6, 2, 1, 4), -jnp.arange(24.0).reshape(6, 1, 1, 4)
+
+    def attend(layer: Any, q: Any, k: Any, v: Any, entries: Any) -> tuple[Any, Any]:
+        return q + k + v + layer.hidden[..., None], (entries, layer.residual)
+
+    context, found = attending_once(attend)(layer, q, k, 2 * k, "entries")
+    own = q[::2] + 3 * k[::2] + jnp.arange(0.0, 6, 2)[:, None, None, None]
+    np.testing.assert_array_equal(context, np.repeat(own, 2, axis=0))
+    assert found == ("entries", None)
 
 
 def test_a_single_number_of_a_gpu_is_in_an_array() -> None:

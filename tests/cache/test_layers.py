@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import Layers, Slots
+from kvjax.reading.widening import resized
 
 CAPACITY, COUNT, STEPS = 8, 4, 13
 HELD = (8, 7, 6, 1, 8)  # entries of each row at first; the last row has no tokens
@@ -83,3 +84,39 @@ def test_numbers_of_entries_by_hand() -> None:
     usage = layers.usage()
     assert (usage.occupied.tolist(), usage.free.tolist()) == ([[3, 3], [1, 1]], [[1, 1], [3, 3]])
     assert layers.held().tolist() == [[2.5, 4.0], [0.5, 0.5]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Doubled:
+    """Settled entries that are stored at half of their size."""
+
+    halves: jax.Array
+    positions: jax.Array
+
+    def plain(self) -> tuple[jax.Array, jax.Array]:
+        return 2 * self.halves, 4 * self.halves
+
+
+def test_settled_entries_are_seen_behind_those_in_slots() -> None:
+    keys = jnp.arange(6.0).reshape(1, 1, 3, 2)
+    settled: Any = Doubled(jnp.arange(4.0).reshape(1, 1, 2, 2), jnp.array([[[0, 1]]]))
+    held = Slots(keys, -keys, jnp.array([[[2, 3, -1]]]), jnp.full((1, 1), 3), settled=settled)
+    seen = jax.jit(Slots.plain)(held)
+    assert seen.settled is None
+    np.testing.assert_array_equal(seen.positions, [[[2, 3, -1, 0, 1]]])
+    np.testing.assert_array_equal(seen.keys[0, 0, :, 0], [0, 2, 4, 0, 4])
+    np.testing.assert_array_equal(seen.values[0, 0, :, 0], [0, -2, -4, 0, 8])
+
+
+def test_layers_in_other_numbers_of_slots() -> None:
+    """The first grows and the second loses an empty slot; a number of slots that fits changes nothing."""
+    keys, positions = jnp.arange(6.0).reshape(1, 1, 3, 2), jnp.array([[[4, 7, -1]]])
+    held = Slots(keys, keys, positions, jnp.full((1, 1), 3), per_slot=positions + 1.0)
+    grown, trimmed, same = resized(Layers((held,) * 3), slots=(5, 2, 3))
+    for layer, wanted in ((grown, [4, 7, -1, -1, -1]), (trimmed, [4, 7]), (same, [4, 7, -1])):
+        n = min(len(wanted), 3)
+        assert layer.positions[0, 0].tolist() == wanted
+        assert layer.keys.shape == layer.values.shape == (1, 1, len(wanted), 2)
+        np.testing.assert_array_equal(layer.keys[:, :, :n], keys[:, :, :n])
+        np.testing.assert_array_equal(layer.per_slot[..., :n], held.per_slot[..., :n])

@@ -87,7 +87,18 @@ def test_counts_are_the_formula(formula, alpha, normalise, least, groups):
     assert len(np.unique(counts[:, 0])) > 2, "or heads did not compete"
 
 
-@pytest.mark.slow
+def test_heads_compete_for_what_layers_have_competed_for():
+    """The means that DynamicKV allocates take the place of one mean."""
+    scores = np.random.default_rng(0).gamma(0.5, size=(3, 2, 4, 40)).astype(np.float32)
+    means, scores = np.full((3, 2), 14), scores * np.array([1, 2, 4])[:, None, None, None]
+    by_layer = dynamickv(14, window=4).budget
+    given = np.asarray(allocate(by_layer, scores, means, 0))[..., 0]
+    assert len(np.unique(given)) > 2
+    counts = allocate(AdaptiveShares(by_layer, 0.2), scores, means, 0)
+    np.testing.assert_array_equal(counts, allocate(AdaptiveShares(Fixed(14), 0.2), scores, given, 0))
+    np.testing.assert_array_equal(np.sum(counts, axis=2), 4 * given)
+
+
 def test_rounded_up_in_every_head_there_is_room():
     """As released, three heads of four may each get half an entry more than their share."""
     budget = AdaptiveShares(Fixed(15), 0.2, False, "code")

@@ -47,7 +47,14 @@ def fitted(q, k, v, kept, free, bias=True):
     return np.log(w), values
 
 
-def read(spec):
+def lots(length, seed=0):
+    """The positions of a row, in the order in which a sample takes them."""
+    drawn = [float(jax.random.uniform(jax.random.fold_in(jax.random.key(seed), p))) for p in range(length)]
+    return sorted(range(length), key=lambda p: -drawn[p])
+
+
+def read(spec, asked=None):
+    """Entries that were read, and queries, keys and values of each head; of the sample's `asked` queries, or all."""
     q, k, v = one_layer.random_streams(4, 3, HEADS, GROUP, SIZE)
     _, entries = one_layer.read(parse(spec), LENGTHS, SIZE, q, k, v)
     for row, length in enumerate(LENGTHS):
@@ -55,17 +62,19 @@ def read(spec):
         for head in range(HEADS):
             own = slice(head * GROUP, (head + 1) * GROUP)
             keys = np.stack([rotated(x, p, 1e4) for p, x in enumerate(k[row, head, text])])
-            queries = np.stack([rotated(x, length, 1e4) for x in q[row, own, text].reshape(-1, 8)])
+            queries = np.stack(
+                [rotated(x, length, 1e4) for x in q[row, own, text][:, lots(length)[:asked]].reshape(-1, 8)]
+            )
             yield entries[0], row, head, queries, keys, v[row, head, text].astype(np.float64)
 
 
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize(("bias", "queries"), [(True, 64), (False, 64)])
+@pytest.mark.slow(first=2)
+@pytest.mark.parametrize(("bias", "queries"), [(True, 64), (True, 2), (False, 64)])
 def test_biases_and_values_are_the_ridge_solutions(bias, queries):
     """A sink and three recent tokens stay as they are, and so does the row that fits into the budget."""
     base = f"base=knorm,base.budget={BUDGET},base.sinks=1,base.recent=3"
     merge = f"merge.bias={bias},merge.ridge={RIDGE}"
-    for entries, row, head, q, k, v in read(f"attention_matching:{base},queries={queries},{merge}"):
+    for entries, row, head, q, k, v in read(f"attention_matching:{base},queries={queries},{merge}", queries):
         positions = np.asarray(entries.positions[row, head])
         order = np.argsort(positions)[(positions < 0).sum() :]
         kept, found = positions[order], np.asarray(entries.values[row, head])[order]
@@ -74,7 +83,7 @@ def test_biases_and_values_are_the_ridge_solutions(bias, queries):
             biases, values = fitted(q, k, v, kept, (kept >= 1) & (kept < len(k) - 3), bias)
             assert np.abs(values - v[kept]).max() > 0.1
         np.testing.assert_allclose(np.asarray(entries.bias[row, head])[order], biases, atol=2e-4)
-        np.testing.assert_allclose(found, values, atol=2e-4)
+        np.testing.assert_allclose(found, values, atol=5e-4)
 
 
 @pytest.mark.slow
@@ -120,8 +129,7 @@ def test_a_sample_has_the_largest_lots_in_any_pieces():
 
     found = jax.tree.map(np.asarray, sampled(q))
     for row, length in enumerate(lengths):
-        lots = [float(jax.random.uniform(jax.random.fold_in(jax.random.key(3), p))) for p in range(length)]
-        largest = sorted(range(length), key=lambda p: -lots[p])[:5]
+        largest = lots(length, seed=3)[:5]
         for head in range(2):
             assert found.positions[row, head].tolist() == largest + [-1] * (5 - len(largest))
         for i, p in enumerate(largest):

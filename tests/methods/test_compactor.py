@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvjax.policies import parse
+from kvjax.policy import Protect
 from tests.methods import one_layer
 from tests.methods.test_leverage_score import leverage
 from tests.methods.test_non_causal_attention import received
@@ -34,3 +37,11 @@ def test_scores_are_standardised_over_the_layer_of_a_row(blend):
             best = 2 + np.argsort(-joint[head])[:9]
             assert held == sorted([0, 1, *best.tolist(), *range(length - 3, length)])
     assert one_layer.held(entries, 2) == [list(range(5))] * 2
+
+
+@pytest.mark.parametrize("kept", [Protect(sinks=1, recent=3), Protect(sinks=2, recent=2), Protect(sinks=2, recent=0.5)])
+def test_a_policy_that_retains_fewer_tokens_than_are_not_scored_is_refused(kept):
+    policy = parse("compactor:budget=14,sinks=2,recent=3")
+    assert replace(policy, protect=Protect(sinks=3, recent=4)).score == policy.score
+    with pytest.raises(ValueError, match=r"does not score the first 2 and the last 3 tokens, and .*=2 and recent=3 or"):
+        replace(policy, protect=kept)

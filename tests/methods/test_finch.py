@@ -59,8 +59,8 @@ def test_runs_retain_the_same_share(length, ties):
         assert len(wanted) == min(counts[row, head], len(own) - (-1 in own))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rescale", "chunk"), [(True, None), (False, None), (True, 7)])
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize(("rescale", "chunk"), [(True, 7), (True, None), (False, None)])
 def test_weighs_the_question_by_the_tokens_before_it(rescale, chunk):
     """In NumPy. Of 24 tokens of the document 10 stay; of runs of 7 tokens, 3, 3, 3 and 1."""
     rng = np.random.default_rng(2)
@@ -86,3 +86,10 @@ def test_weighs_the_question_by_the_tokens_before_it(rescale, chunk):
         heads.append(sorted(best) + list(range(24, 30)))
     _, cache = tiny.prefill(params, finch(16, window, chunk, rescale), [row], 32)
     assert tiny.held(cache, 0)[0] == heads
+
+
+def test_runs_and_budgets_whose_product_exceeds_32_bits_are_refused():
+    shapes = [jax.ShapeDtypeStruct((1, 1, 2**16), dtype) for dtype in ("float32", "int32")]
+    counts = jax.ShapeDtypeStruct((1, 1), "int32")
+    with pytest.raises(ValueError, match="chunk=65536 with a budget of 32768 entries: expected a product below 2"):
+        jax.eval_shape(lambda *given: EvenChunks(2**20).keep(Ranked(*given, 2**15)), *shapes, counts)

@@ -15,6 +15,7 @@ import pytest
 from kvjax.cache import Slots
 from kvjax.mesh.heads import ALL_HEADS
 from kvjax.methods.kvcrush.query_heads import Watched
+from kvjax.methods.kvcrush.representatives import _cuts
 from kvjax.methods.kvcrush.signatures import Signatures
 from kvjax.parts import Fixed, Pages, Representatives, TopTokens
 from kvjax.policies import cam, d2o, h2o, kvcrush, parse, snapkv, streaming_llm
@@ -147,6 +148,15 @@ def test_is_the_literal_algorithm(anchor, share, upper, pick, granularity, align
             compared += wanted is not None
             assert wanted is None or got == wanted
     assert compared >= (7 if pick == "kmeans" else 15)
+
+
+def test_ranks_of_representatives_are_exact_without_their_product():
+    """Of a head of many entries; 2^16 representatives and more are refused."""
+    n, parts = np.array([[2**30 + 5, 7]]), np.array([[2**15 + 1, 3]])
+    found = _cuts(jnp.asarray(n), jnp.asarray(parts), 4)
+    np.testing.assert_array_equal(found, np.arange(4) * n[..., None] // parts[..., None])
+    with pytest.raises(ValueError, match="65536 representatives per head: expected fewer than 65536"):
+        _cuts(jnp.asarray(n), jnp.asarray(parts), 2**16)
 
 
 @pytest.mark.parametrize("granularity", UNITS)

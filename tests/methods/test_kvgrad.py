@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,9 @@ from flax import nnx
 
 import kvjax
 from kvjax.attend.causal import causal
-from kvjax.methods.kvgrad.backwards import backwards
-from kvjax.models import Decoder, Mixture
+from kvjax.cache import Slots
+from kvjax.methods.kvgrad.backwards import backwards, differentiable
+from kvjax.models import AttentionLayer, Decoder, Mixture
 from kvjax.parts import Attribution, Fixed, Reconstruction
 from kvjax.policies import criticalkv, kvgrad
 from kvjax.policy import Pass
@@ -121,9 +123,15 @@ def test_sensitivities_are_the_derivatives_that_pytorch_takes(family: str, tmp_p
         assert_close(ours[:, b, padding:] / expected.mean(), expected / expected.mean(), typical)
 
 
-def test_sensitivities_are_derivatives() -> None:
-    """Those that JAX takes of the whole text, by what heads return: output projections of this model are square."""
-    row, text = ROWS[0][:9], ROWS[1][:5]
+def recurrent() -> Decoder:
+    """A layer of attention, then one that is recurrent and another of attention."""
+    return Decoder(replace(tiny.hybrid((0, 1)).config, output_gate=False), nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("make", [tiny.decoder, pytest.param(recurrent, marks=pytest.mark.slow)])
+def test_sensitivities_are_derivatives(make: Callable[..., Decoder]) -> None:
+    """Those that JAX takes of the whole text, by what heads return: an output projection has a left inverse."""
+    row, text, params = ROWS[0][:9], ROWS[1][:5], PARAMS if make is tiny.decoder else make()
     plain, tokens = causal(jnp.arange(14)[None]), np.concatenate([row, text])[None]
 
     def loss(changes: jax.Array) -> jax.Array:
@@ -131,15 +139,48 @@ def test_sensitivities_are_derivatives() -> None:
             context, entries = plain(layer, q, k, v, entries)
             return context.at[:, :, 9:].add(changes[layer.index]), entries
 
-        hidden, _ = PARAMS(tokens, attend)
+        hidden, _ = params(tokens, attend)
         return jnp.sum(hidden[0, 9:] ** 2)
 
-    gradients = np.asarray(jax.jit(jax.grad(loss))(jnp.zeros((2, 4, 5, 8))), np.float64)
-    ours = sensitivities(PARAMS, [row], [text])[:, 0]
-    for i, layer in enumerate(PARAMS.attention_layers):
-        output = np.asarray(layer.output, np.float64).reshape(32, 32)
-        expected = np.linalg.solve(output, np.moveaxis(gradients[i], 1, 2).reshape(32, 5))
+    D = params.config.head_dim
+    gradients = np.asarray(jax.jit(jax.grad(loss))(jnp.zeros((2, 4, 5, D))), np.float64)
+    ours = sensitivities(params, [row], [text])[:, 0]
+    for i, layer in enumerate(params.attention_layers):
+        output = np.asarray(layer.output, np.float64).reshape(4 * D, 32)
+        expected = np.linalg.lstsq(output, np.moveaxis(gradients[i], 1, 2).reshape(4 * D, 5))[0]
         np.testing.assert_allclose(ours[i], np.linalg.norm(expected, axis=0), rtol=1e-3)
+
+
+def test_a_pass_sees_biases_and_sinks_as_attention_does() -> None:
+    """Five entries of a prompt, then two tokens of a pass; a third entry of the prompt is behind the window."""
+    rng, (H, G, D, W, M) = np.random.default_rng(6), (2, 2, 4, 2, 7)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, heads, n, D)), jnp.float32) for heads, n in ((H * G, W), (H, M), (H, M)))
+    at, bias = jnp.arange(M), jnp.asarray(rng.normal(size=(1, H, M)), jnp.float32)
+    sinks = jnp.asarray(rng.normal(size=H * G) + 3, jnp.float32)
+    layer = AttentionLayer(0, tiny.decoder().config.rope, 5, 0.7, jnp.zeros((H * G, D, 1)), sinks=sinks)
+    held = Slots(k, v, jnp.broadcast_to(at, (1, H, M)), jnp.full((1, H), M), bias=bias)
+
+    def expected(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Of the pass's own keys and values; those of the prompt are constants."""
+        keys, values = (
+            jnp.repeat(jnp.concatenate([old[:, :, :-W], new], axis=2), G, axis=1)
+            for old, new in ((held.keys, k), (held.values, v))
+        )
+        logits = jnp.einsum("bhnd,bhmd->bhnm", q, keys) * 0.7 + jnp.repeat(bias, G, axis=1)[:, :, None]
+        distance = at[-W:, None] - at
+        weights = jnp.where((distance >= 0) & (distance < 5), jnp.exp(logits), 0)
+        total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks)[:, None, None]
+        return jnp.einsum("bhnm,bhmd->bhnd", weights / total, values)
+
+    def found(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return differentiable(layer, q, k, v, at[None, -W:], held)
+
+    given = q, k[:, :, -W:], v[:, :, -W:]
+    (own, back), (wanted, wanted_back) = (jax.vjp(jax.jit(run), *given) for run in (found, expected))
+    assert_close(own, wanted, 1e-6)
+    change = jnp.asarray(rng.normal(size=own.shape), jnp.float32)
+    for mine, theirs in zip(back(change), wanted_back(change), strict=True):
+        assert_close(mine, theirs, 1e-5)
 
 
 def scores(b: int, text: np.ndarray, first: int, sensitivity: np.ndarray) -> np.ndarray:

@@ -141,6 +141,17 @@ def test_a_pass_scores_the_entries_of_its_chunk(kind):
         np.testing.assert_allclose(found[b, h], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_what_attention_has_reduced_is_the_score():
+    """Where one chunk is the whole prompt. Empty slots keep their state."""
+    received, state = jnp.arange(1.0, 4).reshape(1, 1, 3), jnp.full((1, 1, 3), 7.0)
+    keys, positions = jnp.zeros((1, 1, 3, 2)), jnp.array([[[-1, 0, 1]]])
+    entries = Slots(keys, keys, positions, jnp.zeros((1, 1), int), state)
+    layer = AttentionLayer(0, NO_ROPE, None, 1.0, jnp.zeros((1, 2, 1)))
+    given = keys[:, :, 1:], jnp.array([[2, 3]]), jnp.zeros((1, 1, 2)), received, jnp.array([2]), layer
+    scores, _ = SCORE.observe(entries, Attended(*given))
+    assert scores[0, 0].tolist() == [7, 2, 3]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("plus", "chunk"), [(False, CHUNK), (True, CHUNK), (False, SIZE), (True, SIZE)])
 def test_scores_are_the_definition(plus, chunk):

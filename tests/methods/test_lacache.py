@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache import Slots
 from kvjax.policies import parse
 from tests import tiny
 from tests.methods import one_layer
@@ -83,6 +84,13 @@ def test_prompts_and_steps_are_the_list(run, keep, budget):
             for layer in own:
                 layer.add(lengths[row] + step)
         _, cache = tiny.step(params, cache, rng.integers(0, tiny.VOCAB, 3), np.ones(3, bool))
+
+
+def test_positions_are_the_scores_while_heads_are_compared():
+    keys, positions = jnp.zeros((1, 1, 4, 2)), jnp.array([[[-1, 0, 5, 3]]])
+    entries = Slots(keys, keys, positions, jnp.full((1, 1), 4))
+    scores = parse("lacache:budget=12,sinks=1,recent=3").score(entries, one_layer.moment(6))
+    assert scores[0, 0].tolist() == [-1, 0, 5, 3]
 
 
 def test_layers_together_hold_more_than_one_does():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +78,8 @@ def test_learned_tokens_score_the_entries_of_a_prompt() -> None:
         assert_close(layer.per_slot[b, :, 10 - n :], expected)
         assert (np.asarray(layer.per_slot)[b, :, : 10 - n] == 7).all()
         assert_close(by_slot[b, :, 10 - n :], pooled(expected, 3))
+    of_prompt: Any = SimpleNamespace(received=None)
+    assert policy.score.observe(layer, of_prompt) == (layer.per_slot, None)
 
 
 @pytest.mark.long

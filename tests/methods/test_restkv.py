@@ -103,25 +103,32 @@ def test_heads_retain_what_the_released_steps_retain(heads, kv_heads, alpha, rea
     assert tiny.held(cache, 3) == [[[0, 1, 2]] * kv_heads] * 2
 
 
-def test_scores_of_a_layer():
-    """Two rows, two query heads for each of two kv heads; with the drift that the numbers of entries bring."""
+@pytest.mark.parametrize("hidden", [False, True])
+def test_scores_of_a_layer(hidden):
+    """Two rows, two query heads for each of two kv heads; with the drift that the numbers of entries bring.
+
+    With `hidden` there is a sliding window of 14 tokens, and entries have biases.
+    """
     rng, (H, G, W, M, D), lengths = np.random.default_rng(2), (2, 2, 4, 24, 4), (24, 15)
     counts = np.array([[9, 14], [7, 10]])
     q, k, v = (rng.normal(size=(2, heads, n, D)) for heads, n in ((H * G, W), (H, M), (H, M)))
     output, drifts = rng.normal(size=(H * G, D, 6)), set()
     positions = np.maximum(np.arange(M) - (M - np.array(lengths)[:, None]), -1)
     at = np.stack([n - W + np.arange(W) for n in lengths])
+    window, bias = 14 if hidden else None, rng.normal(size=(2, H, M)) * hidden
     seen = (positions[:, None] >= 0) & (positions[:, None] <= at[..., None])
-    logits = np.einsum("bhgrd,bhmd->bhgrm", q.reshape(2, H, G, W, D), k) * 0.5
+    seen &= positions[:, None] > at[..., None] - (window or M)
+    logits = np.einsum("bhgrd,bhmd->bhgrm", q.reshape(2, H, G, W, D), k) * 0.5 + bias[:, :, None, None]
     weights = np.where(seen[:, None, None], np.exp(logits), 0)
     sums = weights.sum(axis=-1, keepdims=True)
-    layer = AttentionLayer(0, Rope(1e4), None, 0.5, jnp.asarray(output, jnp.float32))
+    layer = AttentionLayer(0, Rope(1e4), window, 0.5, jnp.asarray(output, jnp.float32))
     score = LostOutput(W, alpha=0.4, kernel=3, reach=2)
 
     @jax.jit
     def scored(q, k, v, lse, counts):
         ring = QueryRing(q, lse, jnp.broadcast_to(at[:, None], (2, H, W)))
-        entries = Slots(k, v, jnp.broadcast_to(positions[:, None], k.shape[:3]), counts, per_row=ring)
+        at_slots = jnp.broadcast_to(positions[:, None], k.shape[:3])
+        entries = Slots(k, v, at_slots, counts, per_row=ring, bias=jnp.asarray(bias, jnp.float32) if hidden else None)
         return score(entries, Moment(jnp.array(lengths), layer, counts=counts))
 
     lse = np.log(sums).reshape(2, H * G, W)

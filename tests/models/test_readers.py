@@ -56,9 +56,9 @@ def answers(params: Decoder, text: str, prompt: Any = PROMPTS, **options: Any) -
     return kvjax.generate(params, prompt, policy=text, max_new_tokens=NEW, log_probs=True, **options)
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize(
-    "text", ["snapkv:budget=12,window=4", "streaming_llm:budget=12,positions=in_cache", "dynamickv:budget=12"]
+    "text", ["streaming_llm:budget=12,positions=in_cache", "snapkv:budget=12,window=4", "dynamickv:budget=12"]
 )
 def test_the_first_token_is_that_of_the_whole_prompt_and_the_second_that_of_what_is_retained(text):
     """The second against the layers run over the whole text, of which the last token sees what the cache retains."""

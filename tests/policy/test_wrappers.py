@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax import policies
 from kvjax.methods import registry
 from kvjax.parts import AdaptiveShares, Everything, Fixed, TopTokens
-from kvjax.policy import Moment, ScoreWrapper, most_entries
+from kvjax.policy import LayerShape, Moment, Score, ScoreWrapper, most_entries
 from tests import tiny
 from tests.methods.literal_budgets import adaptive, best, projected, two_stages
 from tests.policy.presets import of_its_test
@@ -118,6 +119,42 @@ def test_a_base_sees_what_it_sees_alone(wrapper, preset):
         for (what, _, ours), (_, _, theirs) in zip(got, expected, strict=True):
             for x, y in zip(ours, theirs, strict=True):
                 np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5, err_msg=what)
+
+
+@dataclass(frozen=True)
+class Speaking(Score):
+    """A score that says which of its methods was called, with what."""
+
+    def init(self, shape):
+        return None, jnp.zeros((shape.batch, shape.kv_heads))
+
+    def asks(self, per_row, positions):
+        return "asked", per_row, positions
+
+    def across(self, per_row):
+        return [None if own is None else own + 1 for own in per_row]
+
+    def passes(self, tokens, lengths, texts):
+        return ["passes", tokens, lengths, texts]
+
+    def __call__(self, entries, moment):
+        return "scores", entries, moment
+
+
+@pytest.mark.parametrize("wrapper", [ScoreWrapper, *WRAPPERS.values()])
+def test_what_is_asked_and_what_layers_tell_each_other_are_the_base_s(wrapper):
+    score, shape = wrapper(Speaking()), LayerShape(2, 4, 2, 8, jnp.dtype("float32"), 32)
+    assert score.passes("tokens", "lengths", "texts") == ["passes", "tokens", "lengths", "texts"]
+    _, state = score.init(shape)
+    asked, own, positions = score.asks(state, "positions")
+    assert (asked, own.tolist(), positions) == ("asked", [[0, 0]] * 2, "positions")
+    nothing, after = score.across([None, state])
+    assert nothing is None
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    changes = [after - before for before, after in zip(*map(jax.tree.leaves, (state, after)), strict=True)]
+    assert [change.tolist() for change in changes if change.any()] == [[[1, 1]] * 2]
+    if wrapper is ScoreWrapper:
+        assert score("entries", "moment") == ("scores", "entries", "moment")
 
 
 @cache

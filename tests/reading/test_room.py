@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax import policies
 from kvjax.extend import extend
 from kvjax.reading import room
@@ -76,3 +77,12 @@ def test_logits_are_nan_where_lengths_of_a_device_are_wrong():
     for call in (extend, jax.jit(extend)):
         logits, _ = call(params, cache, STEPS.T, jnp.array([4, 5, -1]))
         assert np.isnan(logits).all(axis=1).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("given", [-1, 2**31, 1.5, True, "8"])
+def test_room_that_is_no_number_of_tokens_is_refused(given):
+    cache = kvjax.empty_cache(tiny.decoder(), policies.full(), np.array([8]))
+    with pytest.raises(ValueError, match=r"expected an integer in 0 \.\. 2147483647"):
+        with_room(cache, given)
+    with pytest.raises(ValueError, match="expected"):
+        with_room("cache", 8)

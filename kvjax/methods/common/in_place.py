@@ -20,12 +20,12 @@ def changed_if(condition: Bool[Array, ""], change: Callable[[Value], Value], val
     """
     change, closed = jax.closure_convert(change, value)
 
-    def loop(value: Value, *closed: Any) -> Value:
+    def loop(value: Value, condition: Array, *closed: Any) -> Value:
         return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, now: change(now, *closed), value)
 
-    def choice(value: Value, *closed: Any) -> Value:
+    def choice(value: Value, condition: Array, *closed: Any) -> Value:
         return jax.lax.cond(condition, lambda now: change(now, *closed), lambda now: now, value)
 
     run = jax.custom_vjp(loop)
     run.defvjp(lambda *given: (loop(*given), given), lambda given, back: jax.vjp(choice, *given)[1](back))
-    return run(value, *closed)
+    return run(value, condition, *closed)

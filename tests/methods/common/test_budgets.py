@@ -124,6 +124,8 @@ def test_summed_logits_need_a_softmax_of_their_own():
         morphkv(group="logits")
     with pytest.raises(ValueError, match="sum_logits=True: expected 'distant'"):
         WindowAttention(3, Reduction(), sum_logits=True)
+    with pytest.raises(ValueError, match="normalise='distant' with rescale=True: expected 'full'"):
+        WindowAttention(3, Reduction(), normalise="distant", rescale=True)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from kvjax.parts import (
     ExpectedAttention,
     GlobalAttention,
     JointImportance,
+    NoisyAttention,
     NonCausalAttention,
     Pooling,
     RecurrenceInterval,
@@ -61,6 +62,8 @@ def drawn() -> tuple[Slots, Attended]:
         RobustAttention(0.3),
         ExpectedAttention(sinks=3, future=2),
         NonCausalAttention(M),
+        NoisyAttention(temperature=1.5, growth=0.5),
+        NoisyAttention(temperature=0.1, growth=0.5),  # by the largest logit
     ],
     ids=lambda score: type(score).__name__,
 )
