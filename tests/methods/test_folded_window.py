@@ -95,7 +95,7 @@ def test_every_block_is_algorithm_1(block, ahead, chunk, fusion):
     assert len(tiny.held(cache, 0)[1][0]) == 16
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(("block", "every", "fusion"), [(3, 1, "sum"), (2, 2, "max")])
 def test_folds_are_the_scores_of_all_queries_of_the_window(block, every, fusion):
     """After prompts longer and shorter than budget and window, and after each of 8 steps that evict."""

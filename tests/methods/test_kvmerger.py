@@ -162,7 +162,6 @@ def test_g5_weights(sigma, weights):
             np.testing.assert_allclose(scaled, weights, atol=2e-6)
 
 
-@pytest.mark.slow
 def test_e5_a_merged_entry_weighs_as_one_token():
     """Two equal keys and another: a third each, and half each when the two have become one."""
     entries = layer(np.ones((1, 1, 3, 2)))
@@ -319,7 +318,6 @@ def check(entries, b, h, expected):
     return slot
 
 
-@pytest.mark.slow
 def test_theta_that_meets_the_budget_fills_it():
     keys, lengths = wandering(3, 2, 64), [64, 50, 20]
     scores = jnp.asarray(RNG.random((3, 2, 64)), jnp.float32)
@@ -332,7 +330,6 @@ def test_theta_that_meets_the_budget_fills_it():
     np.testing.assert_array_equal(out.keys[2], entries.keys[2])  # within the budget
 
 
-@pytest.mark.slow
 def test_a_random_pivot_is_drawn_by_position_and_seed():
     keys = wandering(2, 1, 40)
     other = np.concatenate([keys[1:], wandering(1, 1, 40)])

@@ -63,9 +63,8 @@ def test_thirteen_tokens_in_eight_slots(layer, sinks, expected):
     assert left.positions[0, 0].tolist() == expected
 
 
-@pytest.mark.long
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize(("run", "keep", "budget"), [(2, 1, 12), (3, 1, 13), (5, 2, 14), (4, 3, 12)])
+@pytest.mark.slow(first=2)
+@pytest.mark.parametrize(("run", "keep", "budget"), [(5, 2, 14), (2, 1, 12), (3, 1, 13), (4, 3, 12)])
 def test_prompts_and_steps_are_the_list(run, keep, budget):
     """Three layers; prompts of five budgets, longer than one and shorter than what is protected, then 25 steps."""
     sinks, recent, steps, lengths = 2, 4, 25, (60, 15, 2)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache import Slots
 from kvjax.parts import NonCausalAttention
 from kvjax.policies import parse
+from kvjax.policy import Attended, LayerShape
 from tests import tiny
 from tests.methods import one_layer
 from tests.methods.reference import rotated, softmax
@@ -47,6 +53,31 @@ def test_retains_what_the_equations_retain(first, last):
             scores = received(q[row, own, text], k[row, head, text], v[row, head, text], 7, first, last)
             scores[[*range(min(2, length)), *range(max(0, length - 3), length)]] = np.inf
             assert held == sorted(np.argsort(-scores, kind="stable")[: min(9, length)].tolist())
+
+
+def test_sums_of_a_prompt_in_pieces():
+    """Those of chunks that are cut: of queries that an earlier call had, and of tokens that were the last ones then."""
+    score, ends, lengths = NonCausalAttention(5, sinks=2, recent=3), (0, 17, 18, 32), np.array([32, 11])
+    q, k, v = one_layer.random_streams(4, 2, 2, 2, 32)
+    positions = np.maximum(np.arange(32) - (32 - lengths[:, None]), -1)
+    state = score.init(LayerShape(2, 4, 2, 8, jnp.dtype("float32"), 1, 32))
+    whole, _ = read_piece(score, q, k, v, positions, state, 0, 32)
+    for first, stop in pairwise(ends):
+        state = read_piece(score, q, k, v, positions, state, first, stop)
+    for row, length in enumerate(lengths):
+        inside = np.s_[row, :, 32 - length + 2 : 29]
+        assert np.ptp(whole[inside]) > 0.1
+        np.testing.assert_allclose(state[0][inside], whole[inside], rtol=1e-5)
+
+
+@partial(jax.jit, static_argnames=("score", "first", "stop"))
+def read_piece(score, q, k, v, positions, state, first, stop):
+    """The score's state after the tokens in some columns, where later slots are empty."""
+    seen = jnp.where(jnp.arange(positions.shape[1]) < stop, positions, -1)
+    entries = Slots(k, v, jnp.broadcast_to(seen[:, None], k.shape[:3]), jnp.zeros(k.shape[:2], int), *state)
+    own = positions[:, first:stop]
+    given = own, jnp.zeros((*q.shape[:2], stop - first)), None, jnp.sum(own >= 0, axis=1), one_layer.moment(0).layer
+    return score.observe(entries, Attended(q[:, :, first:stop], *given))
 
 
 @pytest.mark.slow
