@@ -34,7 +34,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 RECORDED = ("full", "morphkv:budget=24,window=4", "snapkv:budget=24,window=4", "dynamickv:budget=24,window=4")
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("text", part(RECORDED, [text for text in RECORDED if not text.startswith("snapkv")]))
 def test_recordings_are_what_caches_hold(tiny: Decoder, text: str) -> None:

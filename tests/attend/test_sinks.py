@@ -80,7 +80,7 @@ def test_training() -> None:
         np.testing.assert_allclose(logits, dense_run(params, row)[0], atol=2e-5)
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     ("text", "chunk"),
@@ -146,7 +146,7 @@ def reduced(weights: np.ndarray, kv_heads: int, group: str) -> np.ndarray:
     return getattr(np, group)(grouped, axis=2).sum(axis=2)
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("text", "last"),

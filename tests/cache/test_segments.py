@@ -66,7 +66,7 @@ def on(budget: AllocatedBudget, text: str) -> Policy:
     return replace(policies.parse(text), budget=budget)
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("text", "groups", "windows"),

@@ -188,7 +188,7 @@ def test_normalising_changes_what_is_retained():
     assert tiny.held(by_mass, 0) != tiny.held(as_it_is, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("formula", ["paper", "code", "kvpress"])
 def test_ada_pyramidkv(formula):
     """Heads compete for the entries of their own layer: 4 and 14 or 2 of the others, in the mean 8."""

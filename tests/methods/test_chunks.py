@@ -101,7 +101,6 @@ def test_kvpress_differs_at_chunks_that_are_cut_only(size, window):
     assert differing or size % 10 == 0 == window % 10
 
 
-@pytest.mark.slow
 def test_chunkkv_retains_the_same_text_in_all_heads():
     """The budget has room for two chunks of ten beside the window."""
     sizes = (48, 38)

@@ -120,7 +120,7 @@ def counts_of(policy, scores):
     return np.array([adaptive(own, BUDGET) for own in scores])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("policy", "first"),
     part(product(["each", "dynamickv", "adakv"], [0.0, 0.5, 0.8]), [("each", 0.8), ("dynamickv", 0.0), ("adakv", 0.5)]),

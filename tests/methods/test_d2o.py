@@ -77,7 +77,7 @@ class Layer:
                 head[p][2] += weight
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "weights", "options"),
@@ -247,7 +247,6 @@ def received(row):
     return reader.weights(tokens, tokens).mean(axis=2).sum(axis=2)
 
 
-@pytest.mark.slow
 def test_which_prompt_tokens_are_retained():
     """Half of each layer's own share is recent; the others are the first tokens and the highest scores."""
     policy = policies.parse(TEXT)

@@ -101,7 +101,7 @@ def retained(worst, scores, level, first):
     return kept
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("level", "kind", "kernel", "first"),
     [("layer", "avg", 5, 0.5), ("global", "avg", 3, 0.5), ("layer", "max", 3, 0.9), ("global", "none", 1, 0.0)],

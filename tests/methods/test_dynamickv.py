@@ -81,7 +81,7 @@ def test_g6(code_rounding: bool, expected: list[int]) -> None:
     assert [len(layer[0]) for layer in algorithm_1(scores, 2, 2, 2, code_rounding)] == expected
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("interval", "r_max", "code_rounding", "floor"),
     [(1, 10.0, False, 0), (2, 1.5, False, 2), (4, 10.0, True, 0), (3, 1.0, True, 2)],

@@ -46,7 +46,6 @@ def test_heads_hold_what_the_equation_retains(group, every):
     saved_statistics.assert_follows(params, policy, score, budget=10, sinks=SINKS, recent=0, every=every)
 
 
-@pytest.mark.slow
 def test_the_statistics_of_a_prompt_give_what_expected_attention_retains():
     """`expected_attention` measures the same of the prompt itself, with the denominator n."""
     params, text = tiny.decoder(8, 2), saved_statistics.ROWS[0]

@@ -66,7 +66,7 @@ def test_a_worked_example():
     np.testing.assert_allclose(found, [[[np.e / (np.e + 2)]]], rtol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("heads", "kv_heads", "chunk"), [(2, 2, None), (4, 1, 7), (7, 1, None), (8, 2, 7)])
 def test_scores_are_those_of_a_gate_in_numpy(heads, kv_heads, chunk):

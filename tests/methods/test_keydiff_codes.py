@@ -36,7 +36,7 @@ def test_240_entries_take_the_bytes_of_128_in_bfloat16() -> None:
     assert 0.98 * whole < codes <= whole
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_it_retains_what_keydiff_retains_of_the_codes(bits: int) -> None:

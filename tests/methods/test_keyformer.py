@@ -94,17 +94,17 @@ def drawn(layer, head, group):
     return lambda query, positions: table[:, query, positions]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
-        ("h2o:budget=12,recent=4,sinks=2,every=3", {"recent": 4, "sinks": 2, "every": 3}),
-        ("h2o:budget=12,recent=4", {"recent": 4}),
-        ("keyformer:noise=none,growth=0,budget=12,recent=4", {"recent": 4}),
         (
             "keyformer:budget=12,recent=4,temperature=1.5,growth=0.25,seed=5",
             {"recent": 4, "tau": lambda decoded: 1.5 + 0.25 * decoded, "noise": drawn},
         ),
+        ("h2o:budget=12,recent=4,sinks=2,every=3", {"recent": 4, "sinks": 2, "every": 3}),
+        ("h2o:budget=12,recent=4", {"recent": 4}),
+        ("keyformer:noise=none,growth=0,budget=12,recent=4", {"recent": 4}),
     ],
 )
 def test_retains_the_largest_literal_sums(policy, options):

@@ -97,7 +97,7 @@ def filled_by(params, policy) -> kvjax.KVCache:
     return allocating.reallocated(params, all_tokens, policy, SIZE)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("group", "options"),
     [
@@ -221,7 +221,6 @@ def test_composites_by_their_mean_or_their_maximum(heads: str, sizes: list[int])
     assert [len(own[0]) for own in kept(scores, CompositeShares(Fixed(2), heads=heads))] == sizes
 
 
-@pytest.mark.slow
 def test_heads_of_a_layer_may_compete_for_its_composites() -> None:
     """AdaKV on top: the layers' numbers are KVCompose's, and heads of a layer divide them by their scores."""
     cache = filled_by(decoder(4), adakv(kvcompose(8)))

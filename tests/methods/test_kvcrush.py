@@ -239,7 +239,7 @@ def test_figure_6_by_hand():
     assert len(expected) == 672
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("heads", "granularity"), [(2, "page"), (8, "chunk"), (14, "page")])
 def test_a_prompt_is_compressed_as_algorithms_1_and_2_say(heads, granularity):
     """Groups of 1, 4 and 7, and three lengths; the shortest is within the budget. H2O's sums, and bits by age."""
@@ -256,7 +256,6 @@ def test_a_prompt_is_compressed_as_algorithms_1_and_2_say(heads, granularity):
         assert n == 12 or sum(map(len, tiny.held(cache, b)[0])) < 40, "slots that hold no page"
 
 
-@pytest.mark.slow
 def test_g7_of_pages():
     """The seven signatures as pages of two tokens with bits of two heads: the bits of tokens lie side by side."""
     bits = np.array(BITS).reshape(14, 2)

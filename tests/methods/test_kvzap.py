@@ -89,7 +89,6 @@ def test_scores_are_those_of_a_network_in_numpy(heads, kv_heads, linear, chunk):
                 assert tiny.held(retained, b)[i][h] == kept
 
 
-@pytest.mark.slow
 def test_decoding_evicts_the_lowest_scores():
     """In a model of one layer the hidden state follows from the token alone, so that lists of tokens say what stays."""
     params, gates = model(4, 2, layers=1)

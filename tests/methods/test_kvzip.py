@@ -169,7 +169,7 @@ def test_scores_are_the_definition(plus, chunk):
                 assert_close(ours[head][held], literal(b, plus, chunk)[layer, head])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("level", "plus", "recent"),
     [("global", False, 0), ("layer", False, 0), ("head", False, 0), ("global", True, 0)]

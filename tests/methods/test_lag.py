@@ -63,7 +63,6 @@ def test_runs_are_measured_by_the_next(lag, sinks, cross):
     assert measured > 0 or 2 * lag > M - sinks
 
 
-@pytest.mark.slow
 def test_equal_tokens_and_channels_that_do_not_vary():
     """Of equal tokens the earlier has the higher rank; a channel without a range counts as 0."""
     keys = np.zeros((1, 1, 8, 3), np.float32)

@@ -46,7 +46,7 @@ def leverage(x, ridge):
     return np.einsum("nd,de,ne->n", x, np.linalg.inv(x.T @ x + ridge * np.eye(x.shape[1])), x)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("attention_factor", [1.0, 1.4])
 def test_a_wide_sketch_is_exact_leverage_before_rope(attention_factor):
     """A Gaussian matrix with as many columns as the head has channels keeps the column space, whatever its numbers."""
@@ -104,7 +104,6 @@ def test_the_preset_retains_the_highest_leverage():
         assert held == sorted([0, *between[:9], 28, 29])
 
 
-@pytest.mark.slow
 def test_keys_that_are_equal_before_rope_tie():
     """As those of equal tokens in the first layer, wherever they stand."""
     rng = np.random.default_rng(3)

@@ -65,7 +65,7 @@ def compare(queries_per_head, steps, block=None, **options):
     assert closest > 1e-6, "these random numbers leave a decision to rounding; take others"
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("group", "fusion", "every"),
@@ -79,7 +79,7 @@ def test_retains_what_algorithm_1_retains(group, fusion, every):
     compare(group, 300, block=3, budget=24, window=6, fusion=fusion, every=every)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("options", [{"group": "max"}, {"group": "logits"}, {"group": "max", "fusion": "max"}])
 def test_released_normalisation_and_group_rules(options):
     compare(4, 100, budget=20, window=5, normalise="distant", **options)

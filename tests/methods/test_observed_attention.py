@@ -14,7 +14,6 @@ from tests.methods.reference import attended, rotated, softmax
 OPTIONS = ("budget=12,sinks=1,recent=2,every=3",)
 
 
-@pytest.mark.slow
 def test_old_tokens_have_no_advantage():
     """The sum of H2O divided by the number of queries, of the first layer of a model."""
     params, (row,) = tiny.decoder(), [np.random.default_rng(2).integers(0, tiny.VOCAB, 30)]

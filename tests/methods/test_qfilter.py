@@ -27,7 +27,7 @@ def test_a_worked_example():
     np.testing.assert_array_equal(QueryFilter()(entries, Moment(jnp.array([2]), layer))[0, 0], [1.0, -2.0])
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("group", "every"), [(1, None), (4, 3), (7, 1)])
 def test_heads_hold_what_the_equation_retains(group, every):

@@ -30,7 +30,7 @@ def norms_of(cache, row, known):
     return known
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("share", "every"), [(0.5, 1), (0.3, 3), (1.0, 1)])
 def test_heads_hold_the_share_of_all_tokens(share, every):

@@ -115,7 +115,6 @@ def test_a_short_turn_scores_by_the_queries_that_there_are():
     np.testing.assert_allclose(found[0, 0, :4], expected, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_of_equal_keys_the_latest_stays():
     """Three tokens share a key and two have keys of their own: with mix=0 the shared key's early copies leave first."""
     keys = np.eye(8, dtype=np.float32)[[0, 0, 1, 0, 2]][None, None]

@@ -41,7 +41,7 @@ def standardised(x):
     return (x - x.mean()) / max(x.std(), 1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("group", "every"), [(1, 3), (4, 1), (7, None)])
 def test_heads_hold_what_the_series_retains(group, every):

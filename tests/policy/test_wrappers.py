@@ -216,7 +216,7 @@ def entrywise(policy):
 BASES = ("h2o", "kvzip", "kvmerger", "pyramidkv", "chunkkv", "kvcrush", "knorm")
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("preset", part(policies.PRESETS, (*BASES, "dynamickv")))
 def test_adakv_over_every_preset(preset):

@@ -62,7 +62,7 @@ def test_a_budget_without_a_limit_is_refused():
             part(Everything())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 @pytest.mark.parametrize(
     "budget",
