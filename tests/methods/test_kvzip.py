@@ -141,6 +141,16 @@ def test_a_pass_scores_the_entries_of_its_chunk(kind):
         np.testing.assert_allclose(found[b, h], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_texts_are_ids_where_no_tokenizer_encodes_them():
+    """An empty text needs no tokenizer."""
+    ids = replace(SCORE, instruction=(5, 6), starting="", suffix=(7,))
+    assert encoded_texts(kvzip(0.5, score=ids), None) == ((5, 6), (), (7,))
+    texts = kvzip(0.5, score=replace(ids, starting="the code"))
+    with pytest.raises(ValueError, match="the policy replays the text 'the code' and there is no tokenizer: expected"):
+        encoded_texts(texts, None)
+    assert encoded_texts(texts, lambda text: [len(text)]) == ((5, 6), (8,), (7,))
+
+
 def test_what_attention_has_reduced_is_the_score():
     """Where one chunk is the whole prompt. Empty slots keep their state."""
     received, state = jnp.arange(1.0, 4).reshape(1, 1, 3), jnp.full((1, 1, 3), 7.0)

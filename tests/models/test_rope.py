@@ -3,11 +3,17 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from transformers import LlamaConfig, modeling_rope_utils
 
 from kvjax.models import Rope, config_from_hf, rotate
-
-pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+from kvjax.models.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    YarnScaling,
+)
 
 D = 16
 LENGTHS = (1, 31, 32, 33, 100, 4000)
@@ -29,7 +35,7 @@ SCALINGS = [
 
 
 def config(fields, **others):
-    return transformers.LlamaConfig(
+    return LlamaConfig(
         hidden_size=32,
         num_attention_heads=2,
         head_dim=D,
@@ -39,12 +45,51 @@ def config(fields, **others):
     )
 
 
+def divisors(factor, shares):
+    """What frequencies are divided by if a share of each is divided by a factor."""
+    return [1 / (1 - share + share / factor) for share in shares]
+
+
+LLAMA3 = [1 - (64 * frequency / (2 * np.pi) - 1) / 3 for frequency in (10**-0.5, 0.1)]  # of 3.2 and 1.02 turns
+YARN = 2 * np.log10(64 / (2 * np.pi))  # the pair that turns once within 64 positions, between 2 and 3
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (None, np.ones(8)),
+        (LinearScaling(4.0), np.full(8, 4)),
+        (ProportionalScaling(2.0, 0.5), [2] * 4 + [np.inf] * 4),
+        (Llama3Scaling(8.0, 1.0, 4.0, 64), divisors(8, [0, *LLAMA3, 1, 1, 1, 1, 1])),
+        (YarnScaling(4.0, 1.0, 32.0, 1.0, True, 64), divisors(4, [0, 1 / 3, 2 / 3, 1, 1, 1, 1, 1])),
+        (YarnScaling(4.0, 1.0, 32.0, 1.0, False, 64), divisors(4, [0, 1 / YARN, 2 / YARN, 1, 1, 1, 1, 1])),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_frequencies_by_hand(scaling, expected):
+    """Of eight pairs with the base 10,000: 10^(-i / 2), divided. YaRN's ramp begins at pair 0."""
+    plain = np.array([10 ** (-i / 2) for i in range(8)])
+    np.testing.assert_allclose(Rope(1e4, scaling).frequencies(D), plain / expected, rtol=1e-5)
+
+
+def test_frequencies_of_each_row_by_hand():
+    """Of prompts of 32 positions, the original number, and of 64."""
+    plain, lengths = np.array([10 ** (-i / 2) for i in range(8)]), jnp.array([32, 64])
+    dynamic = Rope(1e4, DynamicScaling(2.0, 32)).row_frequencies(D, lengths)
+    np.testing.assert_allclose(dynamic, [plain, plain / 3 ** (np.arange(8) / 7)], rtol=1e-5)
+    longrope = Rope(1e4, LongRopeScaling(tuple(SHORT), tuple(LONG), 1.5, 32))
+    np.testing.assert_allclose(longrope.row_frequencies(D, lengths), [plain / SHORT, plain / LONG], rtol=1e-5)
+    with pytest.raises(ValueError, match="need the lengths"):
+        longrope.frequencies(D)
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("fields", SCALINGS, ids=lambda fields: fields["rope_type"])
 def test_frequencies_are_those_of_transformers(fields):
+    pytest.importorskip("torch")
     theirs = config(fields)
     rope = config_from_hf(theirs.to_dict()).rope
-    compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[fields["rope_type"]]
+    compute = modeling_rope_utils.ROPE_INIT_FUNCTIONS[fields["rope_type"]]
     rows = rope.row_frequencies(D, jnp.array(LENGTHS))
     assert (rows is not None) == rope.depends_on_length == (fields["rope_type"] in ("dynamic", "longrope"))
     for i, length in enumerate(LENGTHS):
