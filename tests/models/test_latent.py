@@ -46,7 +46,7 @@ def by_head(layer: Layer, latent: Latent, x: jax.Array) -> jax.Array:
     return jnp.einsum("BHND,HDE->BNE", contexts, attention.output[...])
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("latent", [LATENT, replace(LATENT, query_rank=None, growth=1.3)], ids=["query rank", "growth"])
 def test_it_is_attention_over_keys_and_values_of_each_head(latent):
     params, (tokens,) = latents(latent), [ROWS[1]]

@@ -40,7 +40,7 @@ def test_the_facts_matter():
         assert np.abs(full_logits(other, [ROWS[1]], 20)[0] - expected).max() > 1e-2, name
 
 
-@pytest.mark.long
+@pytest.mark.long(first=1)
 @pytest.mark.slow(first=1)
 def test_policies_on_all_facts(policy):
     assert_full_within_budget(everything(), policy)
