@@ -49,6 +49,12 @@ def test_a_plain_pool_has_arrays_of_keys_and_values() -> None:
     assert plain.positions is stored.positions
 
 
+def test_a_prompt_of_one_token_is_held() -> None:
+    entries = kvjax.prefill(decoder(), [[5]], policy="adakv:base=h2o,base.budget=24").entries
+    assert isinstance(entries, Segments)
+    assert [used.tolist() for used in entries.used] == [[[1, 1]]]
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_what_entries_receive_is_the_same_without_logits(window: int | None) -> None:
     """One entry is empty, one follows the query of its row, and the second row has no query."""

@@ -48,17 +48,19 @@ def test_classes_are_the_sets(group):
 
 
 @pytest.mark.parametrize(
-    ("budget", "recovery", "expected"),
+    ("budget", "recovery", "least", "expected"),
     [
-        (10, 0.7, [[2, 5], [7, 10]]),
-        (10, 0.2, [[2, 2], [2, 2]]),
-        (10, 0.99, [[10, 10], [10, 10]]),
-        (6, 0.7, [[2, 5], [7, 10]]),  # 24 entries fit
-        (5, 0.7, [[2, 5], [5, 7]]),  # lowered to 0.65, which the last head recovers with 7, and the one before with 5
-        (3, 0.9, [[2, 2], [2, 5]]),
+        (10, 0.7, 0, [[2, 5], [7, 10]]),
+        (10, 0.2, 0, [[2, 2], [2, 2]]),
+        (10, 0.99, 0, [[10, 10], [10, 10]]),
+        (6, 0.7, 0, [[2, 5], [7, 10]]),  # 24 entries fit
+        (5, 0.7, 0, [[2, 5], [5, 7]]),  # lowered to 0.65: the last head recovers it with 7, and the one before with 5
+        (3, 0.9, 0, [[2, 2], [2, 5]]),
+        (7, 0.7, 4, [[4, 5], [7, 10]]),
+        (10, 0.2, 12, [[10, 10], [10, 10]]),  # all that there is
     ],
 )
-def test_the_fewest_that_recover(budget, recovery, expected):
+def test_the_fewest_that_recover(budget, recovery, least, expected):
     """Two layers of two heads with 10 tokens in 12 slots: 2 first, 3 frequent, 2 local and 3 others."""
     scores = np.full((2, 1, 2, 12), -np.inf, np.float32)
     kinds = np.repeat([3, 2, 1, 0], [2, 3, 2, 3])
@@ -71,7 +73,7 @@ def test_the_fewest_that_recover(budget, recovery, expected):
         shares = np.repeat(np.array(classes) / (2, 3, 2, 3), [2, 3, 2, 3])
         scores[layer, 0, head, :10] = kinds + shares / 2
     shares = RecoveringHeads(Fixed(10), recovery)
-    counts = np.asarray(shares.allocate(scores, jnp.full((2, 1), budget), 0, ALL_HEADS))[:, 0]
+    counts = np.asarray(shares.allocate(scores, jnp.full((2, 1), budget), least, ALL_HEADS))[:, 0]
     assert counts.tolist() == expected
 
 

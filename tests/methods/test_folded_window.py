@@ -141,7 +141,7 @@ def test_asking_ahead_changes_nothing_on_quantised_keys(fusion):
         assert_close(ours, theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("every", "given"), [(1, ["keys and values"]), (2, ["keys", "keys and values"])])
 def test_where_each_step_evicts_it_reads_keys_once(every, given):
     """By the products and kernels of a step that are given all keys."""

@@ -69,7 +69,6 @@ def test_layers_with_a_sliding_window_save_less():
         assert np.asarray(counts)[:, 0, 0].tolist() == expected
 
 
-@pytest.mark.long
 def test_lazy_layers_retain_the_first_and_the_newest():
     """A budget for one of two layers makes the lazier one lazy; without one, no layer passes a threshold of 1."""
     params, rows = tiny.decoder(windows=(None, None)), [np.random.default_rng(n).integers(0, 64, n) for n in (24, 9)]

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import policies
 from kvjax.methods import registry
-from kvjax.policy import LearnedTokens, Protect
+from kvjax.policy import LearnedTokens, Policy, Protect
 
 # Options that are numbers, texts, truth values or None, in their order.
 DEFAULTS = {
@@ -154,3 +154,26 @@ OF_PARTS = {
 def test_defaults_of_parts() -> None:
     classes = {**registry.parts(), "Protect": Protect, "LearnedTokens": LearnedTokens}
     assert {name: text for name, part in classes.items() if (text := plain(part))} == OF_PARTS
+
+
+SNAPKV = {
+    *("adakv", "attention_matching", "chunkkv", "criticalkv", "entropy_gated_chunkkv", "key_rerotation", "merging"),
+    "per_layer",
+}
+BASES = dict.fromkeys(SNAPKV, "snapkv") | {
+    "blockwise": "keydiff",
+    "dms": "keydiff",
+    "kvcrush": "snapkv:budget=2048",
+    "lukv": "expected_attention:epsilon=0.02",
+    "quantize": "full",
+    "restorekv": "kvzip:budget=0.3",
+    "rising": "h2o",
+    "think": "full",
+    "zipcache": "full",
+}
+
+
+def test_default_bases() -> None:
+    given = {name: signature(build).parameters.values() for name, build in registry.presets().items()}
+    found = {name: x.default for name, options in given.items() for x in options if isinstance(x.default, Policy)}
+    assert found == {name: policies.parse(text) for name, text in BASES.items()}
