@@ -15,7 +15,7 @@ from kvjax.methods.kvcrush.query_heads import Watched, by_query_head
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import AccumulatedAttention, QueryHeadAttention
 from kvjax.policies import h2o, kvcrush, snapkv
-from kvjax.policy import Attended
+from kvjax.policy import Attended, LayerShape
 from tests import tiny
 from tests.methods.literal_crush import literal
 from tests.methods.reference import Reader
@@ -29,6 +29,8 @@ def test_attention_from_each_query_head_adds_up():
     keys, state = rng.normal(size=(B, H, M, D)), rng.random((B, H, G, M))
     layer = AttentionLayer(0, Rope(1e4), None, 0.5, jnp.zeros(0))
     score = QueryHeadAttention(AccumulatedAttention())
+    shape = LayerShape(B, H * G, H, D, jnp.dtype("float32"), 1, M)
+    assert jax.tree.map(jnp.shape, score.init(shape)[0]) == Watched((B, H, G, M), (B, H, M))
     given = jnp.zeros((B, H, M))
 
     @partial(jax.jit, static_argnames="replayed")
