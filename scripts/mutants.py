@@ -5,8 +5,8 @@
 
 cosmic-ray lists the mutations of the files below `kvjax/methods`, `cache`, `attend`, `policy` and `reading`. Each drawn
 mutant changes one place, such as `<` to `<=`, `and` to `or` or 1 to 2, in a copy of the checkout, where the tests of
-the file run until one fails. Annotations and text are not mutated. The tests of a file are those of its own name and
-those that name what it defines most often; where no test has its name, the invariants of all policies as well; of a
+the file run until one fails. Annotations, text and hints are not mutated. The tests of a file are those of its own name
+and those that name what it defines most often; where no test has its name, the invariants of all policies as well; of a
 method also those of all refusals, options and defaults. With --whole, a mutant that these do not find meets all other
 tests of the default run, which takes minutes. The output is a JSON line for each mutant: its place, its line before and
 after, and the test that found it, or null if it survived.
@@ -46,6 +46,7 @@ FILES = 3  # of tests that run for a mutant
 OWN = 1000  # mentions that a test file of a file's own name counts as
 LIMIT = 900  # seconds; a mutant whose tests take longer counts as found
 LIMIT_OF_ALL = 3600
+HINTS = "strict", "indices_are_sorted", "unique_indices"  # arguments of zip and of XLA's scatters
 SKIPPED = "core/RemoveDecorator", "core/ExceptionReplacer"  # a dataclass without its decorator fails on import
 
 
@@ -60,9 +61,10 @@ class Mutant:
 
 
 def ignored(code: str) -> set[tuple[int, int]]:
-    """The (line, column) of all tokens in annotations and text, which hold no logic."""
+    """The (line, column) of all tokens in annotations, text and hints, which change no result."""
     spans = []
     for node in ast.walk(ast.parse(code)):
+        spans += [node.value] if isinstance(node, ast.keyword) and node.arg in HINTS else []
         texts = [node] if isinstance(node, ast.Constant | ast.JoinedStr) and not _number(node) else []
         spans += [getattr(node, "annotation", None), getattr(node, "returns", None), *texts]
     places = set()
