@@ -64,6 +64,8 @@ def test_an_example():
     # With a first stage of three the second entry precedes the third, whose product is larger.
     first = scores(DefendedValues(Known(), 0.75), now._replace(counts=jnp.array([[4]])))[:4]
     assert set(np.argsort(-first)[:3].tolist()) == {3, 0, 1}
+    after = scores(DefendedValues(Known(), 0.75), now._replace(counts=jnp.array([[6]]), leaving=2))[:4]
+    np.testing.assert_array_equal(after, first)
 
 
 @cache
