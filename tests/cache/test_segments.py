@@ -256,6 +256,8 @@ def test_a_lane_grows_by_room_in_each_segment_that_grows(policy, growing):
     pool = kvjax.plan_cache(params().config, policy, batch=2, length=40, new_tokens=NEW, dtype="float32").entries
     grown = jax.eval_shape(lambda pool: pool.grow((30,)), pool)
     assert grown.positions.shape[2] - pool.positions.shape[2] == growing * 2 * PAGE
+    bounded = jax.eval_shape(lambda pool: pool.grow((30,)), pool.within(40))
+    assert bounded.longest == pool.within(40).longest + 2 * PAGE
 
 
 @pytest.mark.parametrize("policy", [policies.parse("h2o:budget=24"), on(Even(Fixed(24)), "h2o:budget=24")])
