@@ -11,8 +11,8 @@ import pytest
 
 from kvjax.cache import Slots
 
-B, H, S, N, D = 2, 3, 9, 4, 5
-NEW = (4, 2)  # entries of each row; the columns before them are padding
+B, H, S, N, D = 3, 3, 9, 4, 5
+NEW = (4, 2, 0)  # entries of each row; the columns before them are padding
 
 
 def slots(positions: np.ndarray, first: int) -> Slots:
@@ -30,13 +30,13 @@ def slots(positions: np.ndarray, first: int) -> Slots:
 
 @pytest.mark.parametrize("more", [0, 3])
 def test_it_is_a_loop_over_heads(more: int) -> None:
-    """The heads of the first rows have holes, and that of the last row is empty.
+    """Heads have holes, but for one that is full, in the row that nothing enters, and some that are empty.
 
     Some slots more may have been added behind the others since the new entries were appended.
     """
     drawn = np.random.default_rng(0)
     held = np.full((B, H, S), -1, np.int32)
-    for b, h, count in ((0, 0, 5), (0, 1, 3), (0, 2, 4), (1, 0, 7), (1, 1, 2)):
+    for b, h, count in ((0, 0, 5), (0, 1, 3), (0, 2, 4), (1, 0, 7), (1, 1, 2), (2, 0, S), (2, 1, 3)):
         held[b, h, drawn.choice(S, count, replace=False)] = drawn.permutation(count)
     coming = np.full((B, H, N), -1, np.int32)
     for b, count in enumerate(NEW):

@@ -8,6 +8,7 @@ import pytest
 
 from kvjax.cache import pieces
 from kvjax.pallas_kernels import PAGE
+from kvjax.reading import layers
 from kvjax.reading.layers import step
 from tests import tiny
 from tests.dense import assert_close
@@ -25,6 +26,7 @@ def test_pieces_of_a_page_are_as_one_piece(monkeypatch, policy):
 
     def decode(piece):
         monkeypatch.setattr(pieces, "PIECE", piece)
+        layers._traced.clear_cache()  # which has the program of a layer with pieces of another length
         one_step = jax.jit(lambda *arguments: step(*arguments))
         logits, after = [], cache
         for token in tokens:
