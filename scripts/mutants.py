@@ -64,9 +64,9 @@ def ignored(code: str) -> set[tuple[int, int]]:
     """The (line, column) of all tokens in annotations, text and hints, which change no result."""
     spans = []
     for node in ast.walk(ast.parse(code)):
-        spans += [node.value] if isinstance(node, ast.keyword) and node.arg in HINTS else []
+        hints = [node.value] if isinstance(node, ast.keyword) and node.arg in HINTS else []
         texts = [node] if isinstance(node, ast.Constant | ast.JoinedStr) and not _number(node) else []
-        spans += [getattr(node, "annotation", None), getattr(node, "returns", None), *texts]
+        spans += [getattr(node, "annotation", None), getattr(node, "returns", None), *texts, *hints]
     places = set()
     lines = code.split("\n")
     for span in filter(None, spans):
