@@ -105,7 +105,7 @@ def _attention(layer: AttentionLayer, q: Any, k: Any, v: Any, places: Any, visib
 
 @pytest.mark.long
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize("text", ["h2o:budget=20", "full", "adakv:base=snapkv,base.budget=20"])
+@pytest.mark.parametrize("text", ["h2o:budget=20", "full", "adakv:base=snapkv,base.budget=20,base.window=4,groups=2"])
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_mesh(text):
     """The tokens and retained entries are those of one device."""
