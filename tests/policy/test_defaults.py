@@ -156,15 +156,19 @@ def test_defaults_of_parts() -> None:
     assert {name: text for name, part in classes.items() if (text := plain(part))} == OF_PARTS
 
 
-SNAPKV = {
-    *("adakv", "attention_matching", "chunkkv", "criticalkv", "entropy_gated_chunkkv", "key_rerotation", "merging"),
-    "per_layer",
-}
-BASES = dict.fromkeys(SNAPKV, "snapkv") | {
+BASES = {
+    "adakv": "snapkv",
+    "attention_matching": "snapkv",
     "blockwise": "keydiff",
+    "chunkkv": "snapkv",
+    "criticalkv": "snapkv",
     "dms": "keydiff",
+    "entropy_gated_chunkkv": "snapkv",
+    "key_rerotation": "snapkv",
     "kvcrush": "snapkv:budget=2048",
     "lukv": "expected_attention:epsilon=0.02",
+    "merging": "snapkv",
+    "per_layer": "snapkv",
     "quantize": "full",
     "restorekv": "kvzip:budget=0.3",
     "rising": "h2o",
