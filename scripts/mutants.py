@@ -27,6 +27,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -102,7 +103,24 @@ def draw(count: int, seed: int) -> list[Mutant]:
     for mutant in (mutant for path in files for mutant in mutants(path)):
         by_line.setdefault((mutant.path, mutant.line), []).append(mutant)
     drawn = random.Random(seed)
-    return [drawn.choice(by_line[line]) for line in drawn.sample(sorted(by_line), count)]
+    lines = drawn.sample(sorted(by_line), len(by_line))
+    return list(islice(filter(parses, (drawn.choice(by_line[line]) for line in lines)), count))
+
+
+def parses(mutant: Mutant) -> bool:
+    """Returns whether a mutant is code; an operator in place of the star of a signature is none."""
+    try:
+        ast.parse(mutated(mutant, (ROOT / mutant.path).read_text()))
+    except SyntaxError:
+        return False
+    return True
+
+
+def mutated(mutant: Mutant, code: str) -> str:
+    """The code of a file with a mutant."""
+    result = mutate_code(code, get_operator(mutant.operator)(), mutant.occurrence)
+    assert result is not None, mutant
+    return result
 
 
 def tests_of(path: str) -> list[str]:
@@ -135,11 +153,10 @@ def run(mutant: Mutant, folder: Path, whole: bool) -> dict[str, object]:
     """Applies a mutant in a copy of the checkout, runs the tests of its file, or all, and puts the file back."""
     path = folder / mutant.path
     code = path.read_text()
-    mutated = mutate_code(code, get_operator(mutant.operator)(), mutant.occurrence)
-    assert mutated is not None, mutant
-    before, after = (text.split("\n")[mutant.line - 1].strip() for text in (code, mutated))
+    changed = mutated(mutant, code)
+    before, after = (text.split("\n")[mutant.line - 1].strip() for text in (code, changed))
     chosen = tests_of(mutant.path)
-    path.write_text(mutated)
+    path.write_text(changed)
     try:
         found = failing(chosen, folder)
         if whole and found is None:

@@ -36,6 +36,10 @@ def cases(tokenizer: Any) -> dict[str, tuple[Callable[[], Any], str]]:
             lambda: kvjax.generate((params, tokenizer), [1]),
             "params is a tuple: expected the decoder alone, as in params, tokenizer = kvjax.load",
         ),
+        "a model of shapes": (
+            lambda: kvjax.generate(jax.eval_shape(lambda: params), [1]),
+            "params has shapes in place of arrays: expected a Decoder of arrays",
+        ),
         "no model": (lambda: kvjax.stream(None, [1]), "params is of type NoneType: expected a Decoder"),
         "no model to extend with": (lambda: kvjax.extend(3, document, [[1]]), "params is of type int"),
         "an id beyond the vocabulary": (

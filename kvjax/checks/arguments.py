@@ -111,13 +111,15 @@ def check_integers(name: str, value: Any) -> None:
 
 
 def check_params(params: Any) -> None:
-    """Raises ValueError unless `params` is a decoder."""
+    """Raises ValueError unless `params` is a decoder of arrays."""
     if isinstance(params, tuple) and params and isinstance(params[0], Decoder):
         raise ValueError("params is a tuple: expected the decoder alone, as in params, tokenizer = kvjax.load(path)")
     if not isinstance(params, Decoder):
         raise ValueError(
             f"params is of type {type(params).__name__}: expected a Decoder, the first result of kvjax.load"
         )
+    if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
+        raise ValueError("params has shapes in place of arrays: expected a Decoder of arrays")
 
 
 def check_one_kind(what: str, config: DecoderConfig) -> None:

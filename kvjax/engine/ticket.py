@@ -133,7 +133,7 @@ class Ticket:
             check_length("prompt that is scored, and its answer", limit, "max_new_tokens", sizes.max_new_tokens)
         stops = stop_strings(options.stop, tokenizer)
         sampler = options.sampler or Greedy()
-        ends = end_tokens(options.eos, (), 1)
+        ends = end_tokens(options.eos, (), 1, vocab_size)
         closes = frozenset(ends[0].tolist())
         named = shown_ids(options.shown_tokens, tokenizer) - closes
         guided = None

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeGuard
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.checks import LARGEST, counted, is_integer, shown
+from kvjax.checks import counted, is_integer, shown
 from kvjax.models import Decoder
 
 EndTokens: TypeAlias = int | Sequence[int] | Sequence[Sequence[int]] | None
@@ -19,12 +19,15 @@ MESSAGE_END, RETURN = "<|end|>", "<|return|>"  # of gpt-oss
 
 
 def default_ends(params: Decoder, tokenizer: Any) -> tuple[int, ...]:
-    """The end tokens that a checkpoint and a tokenizer state: `params.card`, `eos_token_id`, the turn's end."""
+    """The end tokens that a checkpoint and a tokenizer state: `params.card`, `eos_token_id`, the turn's end.
+
+    An id beyond the model's vocabulary is left out, because the model cannot generate it.
+    """
     ends = [*params.card.end_tokens]
     if tokenizer is not None:
         ends += [] if tokenizer.eos_token_id is None else np.atleast_1d(tokenizer.eos_token_id).tolist()
         ends += turn_ends(tokenizer)
-    return tuple(dict.fromkeys(ends))
+    return tuple(token for token in dict.fromkeys(ends) if token < params.config.vocab_size)
 
 
 def turn_ends(tokenizer: Any) -> list[int]:
@@ -41,7 +44,7 @@ def _is_token(tokenizer: Any, index: Any, name: str) -> bool:
     return is_integer(index) and tokenizer.convert_ids_to_tokens(index) == name
 
 
-def end_tokens(eos: EndTokens, default: Sequence[int], batch: int) -> Int[np.ndarray, "B E"]:
+def end_tokens(eos: EndTokens, default: Sequence[int], batch: int, vocab_size: int) -> Int[np.ndarray, "B E"]:
     """The end tokens of each row, padded with -1; `default` for None. Raises ValueError for what are none."""
     eos = default if eos is None else eos
     eos = eos.tolist() if hasattr(eos, "tolist") else eos
@@ -49,9 +52,9 @@ def end_tokens(eos: EndTokens, default: Sequence[int], batch: int) -> Int[np.nda
     given = [each.tolist() if hasattr(each, "tolist") else each for each in given]
     by_row = bool(given) and all(map(_has_items, given))
     rows = [list(row) for row in given] if by_row else [given] * batch
-    if not all(is_integer(token) and 0 <= token <= LARGEST for row in rows for token in row):
+    if not all(is_integer(token) and 0 <= token < vocab_size for row in rows for token in row):
         raise ValueError(
-            f"eos={shown(eos)}: expected a token id in 0 .. {LARGEST}, a list of ids, or a list of ids per row"
+            f"eos={shown(eos)}: expected a token id in 0 .. {vocab_size - 1}, a list of ids, or a list of ids per row"
         )
     if len(rows) != batch:
         raise ValueError(

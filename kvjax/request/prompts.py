@@ -148,6 +148,8 @@ def _id_rows(ids: Any) -> list[np.ndarray]:
 
 
 def _array(row: Any) -> np.ndarray:
+    if isinstance(row, list | tuple) and {int, bool} <= set(map(type, row)):
+        return np.asarray(row, dtype=object)  # NumPy would make integers of truth values
     try:
         return np.asarray(row)
     except ValueError:  # the row contains lists of different lengths

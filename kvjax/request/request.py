@@ -224,7 +224,7 @@ def _sampling(
     sampler, suppressed = answer.sampler or Greedy(), params.card.suppressed
     if not begins:  # the first token of what goes on is not that of the answer
         suppressed = suppressed._replace(first=())
-    ends = end_tokens(answer.eos, default_ends(params, tokenizer), len(rows))
+    ends = end_tokens(answer.eos, default_ends(params, tokenizer), len(rows), params.config.vocab_size)
     seen = None
     if sampler.needs_seen:
         seen = np.zeros((len(rows), params.config.vocab_size), bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,14 @@ from kvjax.checkpoint.card import ENDS, PENALTY, REFUSED, SAMPLING, SILENT, SUPP
 from kvjax.checkpoint.gguf.config import generation
 from kvjax.decoding.sampling import Greedy, Sampler
 from kvjax.models import Decoder, Suppressed, config_from_hf
-from kvjax.request.ends import turn_ends
+from kvjax.request.ends import default_ends, turn_ends
 from kvjax.request.request import AnswerOptions, Request
 from kvjax.serve.schema import Completion
 from tests import tiny
 from tests.checkpoint.folders import decoder
 from tests.checkpoint.published import CONFIGS
 from tests.checkpoint.published_fields import GENERATION
-from tests.tiny import full_logits
+from tests.tiny import VOCAB, full_logits
 
 # The fields that differ after a round trip, and why.
 DIFFERENCES = {"quantization_config": "weights are dequantised when they are read"}
@@ -255,6 +256,14 @@ def test_turns_end_where_chat_templates_end_them():
     assert turn_ends(Tokenizer("<|im_end|>", "<unk>")) == []  # several tokens
     assert turn_ends(Tokenizer("<|end|> <|return|>", "<unk>", "<|end|>")) == []  # gpt-oss ends messages so
     assert turn_ends(Tokenizer(None, "<|im_end|>")) == []
+
+
+def test_default_ends_beyond_the_vocabulary():
+    """The model cannot generate them; the tokenizer of a larger model may state one."""
+    params = tiny.decoder()
+    params.card = replace(params.card, end_tokens=(3, VOCAB))
+    tokenizer: Any = types.SimpleNamespace(eos_token_id=[VOCAB + 5, 4])
+    assert default_ends(params, tokenizer) == (3, 4)
 
 
 def test_gguf_states_ends_and_samplers():

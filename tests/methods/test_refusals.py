@@ -100,6 +100,8 @@ REFUSED = {
         ("base=snapkv,base.budget=40,share=0.02", "share=0.02 of a budget of 40 entries is less than one token"),
         ("base=kvcrush", "^kvcrush: its base selects representatives already; choose another"),
         ("granularity=page,page=0", "page=0"),
+        ("granularity=chunk,page=65537", "page=65537: expected at most 65536"),
+        ("granularity=page,share=0.0,page=65537", "page=65537: expected at most 65536"),
         ("granularity=page,pick=kmeans", "pick='kmeans': expected another one with granularity='page'"),
         ("base=snapkv,base.budget=100,granularity=page", "less than one page: expected a share of 32 entries or more"),
         ("base=cam,granularity=chunk", "^kvcrush: chunks and pages .* the base's selection Newest does not"),

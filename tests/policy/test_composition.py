@@ -238,6 +238,15 @@ STEPPING = (x for x in (*SCORES, WindowAttention(4, MEAN, normalise="distant")) 
 SLOTWISE = [score for score in STEPPING if score.needs.slotwise]
 
 
+def test_which_scores_are_slotwise():
+    """A decode step judges their entries a piece at a time (`Policy.piecewise`)."""
+    names = (
+        "Recency RandomDraw KeyNorm QueryFilter LearnedScore AccumulatedAttention QueryHeadAttention WindowAttention"
+    )
+    more = "FoldedWindow ObservedAttention QuerySample RecurrenceInterval HiddenChange"
+    assert {type(score).__name__ for score in SLOTWISE} == {*names.split(), *more.split()}
+
+
 @pytest.mark.parametrize("score", SLOTWISE, ids=name_of)
 def test_a_slotwise_score_is_of_its_entry_alone(score):
     """It is what it is among all entries if half of them are not there."""

@@ -15,6 +15,7 @@ from kvjax.pallas_kernels import compact
 from kvjax.policy import Ranked, Select, SelectWrapper, check_integer, check_kind
 
 FAR = jnp.iinfo(jnp.int32).max
+LONGEST = 2**16  # tokens of a page; bits are compared at each of its places
 
 
 class PageMap(NamedTuple):
@@ -85,7 +86,7 @@ class Pages(SelectWrapper):
     page: int = 32
 
     def __post_init__(self) -> None:
-        check_integer("page", self.page, least=1)
+        check_page(self.page)
         check_entrywise(self.base)
 
     @property
@@ -99,6 +100,13 @@ class Pages(SelectWrapper):
         room = jnp.maximum(counts - jnp.sum(protected, axis=-1), 0) // self.page
         best = self.base.keep(Ranked(pages.mean(scores), pages.numbers, room, max(1, size // self.page), heads))
         return fill(protected | pages.tell(mark(best, scores.shape[-1])), there, counts, size)
+
+
+def check_page(page: int) -> None:
+    """Raises ValueError unless `page` is a number of positions in 1 .. LONGEST."""
+    check_integer("page", page, least=1)
+    if page > LONGEST:
+        raise ValueError(f"page={page}: expected at most {LONGEST}")
 
 
 def check_entrywise(base: Select) -> None:

@@ -20,13 +20,12 @@ from kvjax.policy import (
     Select,
     SelectWrapper,
     check_choice,
-    check_integer,
     check_kind,
     check_number,
     share_of,
 )
 
-from .pages import PageMap, check_entrywise, fill
+from .pages import PageMap, check_entrywise, check_page, fill
 from .query_heads import by_query_head
 from .signatures import Signatures
 
@@ -93,7 +92,7 @@ class Representatives(SelectWrapper):
         check_choice("pick", self.pick, "centroid", "grid", "kmeans")
         check_choice("granularity", self.granularity, *get_args(Granularity))
         check_choice("bits", self.bits, "kv", "query")
-        check_integer("page", self.page, least=1)
+        check_page(self.page)
         if isinstance(self.base, Representatives):
             raise ValueError("Representatives: its base selects representatives already; choose another")
         if self.granularity != "token":
