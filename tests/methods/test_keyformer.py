@@ -39,7 +39,7 @@ def test_noise_is_gumbel_and_a_pair_s_own():
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("group", "window", "temperature", "tiles"),
-    [(4, 5, 1.5, None), (1, None, 1.5, None), (4, None, 1.5, (16, 8)), (1, 5, 1.5, (16, 8)), (2, None, 0.1, (16, 8))],
+    [(4, 5, 1.5, (16, 8)), (1, 5, 1.5, None), (4, None, 1.5, None), (1, None, 1.5, (16, 8)), (2, None, 0.1, (16, 8))],
 )
 def test_is_the_literal_sum_over_rows(group, window, temperature, tiles, monkeypatch):
     """Two rows, one of them short; a prompt, then two steps with the temperature growing. `tiles`: rows and entries."""

@@ -240,10 +240,8 @@ SLOTWISE = [score for score in STEPPING if score.needs.slotwise]
 
 def test_which_scores_are_slotwise():
     """A decode step judges their entries a piece at a time (`Policy.piecewise`)."""
-    names = (
-        "Recency RandomDraw KeyNorm QueryFilter LearnedScore AccumulatedAttention QueryHeadAttention WindowAttention"
-    )
-    more = "FoldedWindow ObservedAttention QuerySample RecurrenceInterval HiddenChange"
+    names = "Recency RandomDraw KeyNorm QueryFilter LearnedScore AccumulatedAttention QueryHeadAttention"
+    more = "WindowAttention FoldedWindow ObservedAttention QuerySample RecurrenceInterval HiddenChange"
     assert {type(score).__name__ for score in SLOTWISE} == {*names.split(), *more.split()}
 
 
