@@ -13,7 +13,7 @@ list() {
     cat <<'END'
 statistics  the numbers that qfilter, expected_attention_stats and triattention read    5, beside other work
 once        the presets that read the text once, 75 % removed                           9 to 35 for 190 answers, beside other work
-decoding    the presets that evict while decoding too                                   9 to 13 for 75 answers, beside other work
+decoding    the presets that evict while decoding too                                   6 to 13 for 75 answers, beside other work
 gates       presets that read gates, which it trains on the model                       70 to train, beside other work
 twice       the presets that read it twice                                              not recorded
 costly      presets that take longer to compress it than the model takes to read it      not recorded

@@ -56,9 +56,8 @@ def test_recordings_draw_what_generate_draws(tiny: Decoder) -> None:
     """With keys, with the tokens that were seen, and until the end."""
     sampler = kvjax.Sampler(temperature=1.2, repetition_penalty=1.5)
     options: dict[str, Any] = {"policy": RECORDED[1], "max_new_tokens": NEW, "sampler": sampler, "seed": 5}
-    never = 101  # behind the vocabulary
-    expected = kvjax.generate(tiny, [PROMPT], **options, eos=never).tokens[0].tolist()
-    assert record(tiny, PROMPT, **options, eos=never).tokens.tolist() == PROMPT + expected
+    expected = kvjax.generate(tiny, [PROMPT], **options, eos=()).tokens[0].tolist()
+    assert record(tiny, PROMPT, **options, eos=()).tokens.tolist() == PROMPT + expected
     ended = record(tiny, PROMPT, **options, eos=expected[2])
     assert ended.tokens.tolist() == PROMPT + expected[: expected.index(expected[2]) + 1]
 

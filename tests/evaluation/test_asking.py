@@ -93,7 +93,7 @@ EACH = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(("text", "question"), part(EACH, [EACH[0], EACH[3]]))
 def test_answers_are_those_of_each_question_alone(params: Decoder, question: Setting, text: str) -> None:
     ask = Asker(params, tokenizer(), Greedy())

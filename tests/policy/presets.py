@@ -147,15 +147,20 @@ one_of_each_budget = pytest.mark.parametrize("spec", part(ALL, (*DISTINCT, *BUDG
 some_alone = pytest.mark.parametrize("spec", part(ALL, ALONE), scope="session")
 
 
+def layers_of(spec: str, default: int) -> int:
+    """The number of layers that a policy's text has numbers for; the default if it has none."""
+    if re.search(r"\bheadkv\b", spec):
+        return 4  # of the importance that kvjax contains
+    return 2 if re.search(r"\b(duo_attention|lukv|per_layer)\b", spec) else default
+
+
 def decoder(spec: str) -> Decoder:
     """Four query heads for each of two kv heads. One layer suffices for policies that treat all layers alike."""
-    if re.search(r"\bheadkv", spec):
-        return tiny.decoder(8, windows=(None,) * 4)  # the importance that kvjax contains is for four layers
     policy = policies.parse(spec)
-    layers_differ = policy.allocates or any(x in spec for x in ("dense_layers", "pyramid", "lacache", "per_layer"))
+    layers_differ = policy.allocates or any(x in spec for x in ("dense_layers", "pyramid", "lacache"))
     return tiny.decoder(
         8,
-        windows=(None, None) if layers_differ else (None,),
+        windows=(None,) * layers_of(spec, 2 if layers_differ else 1),
         gates=bool(policy.learned or policy.score.needs.gates or policy.score.needs.statistics),
     )
 

@@ -220,7 +220,10 @@ BASES = ("h2o", "kvzip", "kvmerger", "pyramidkv", "chunkkv", "kvcrush", "knorm")
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("preset", part(policies.PRESETS, (*BASES, "dynamickv")))
 def test_adakv_over_every_preset(preset):
-    """Heads of a layer compete for the entries that the preset gives the layer, or the combination is refused."""
+    """Heads of a layer compete for the entries that the preset gives the layer, or the combination is refused.
+
+    The preset's learned tokens are among these entries in every head.
+    """
     base, params = small(preset), model(preset)
     policy = unless_refused(lambda: policies.adakv(base, normalise="signed" not in base.score.needs.marks), "adakv: ")
     if policy is None:
@@ -228,18 +231,22 @@ def test_adakv_over_every_preset(preset):
     filled, layers = compared(replace(policy, score=Recording(base.score, "base")), params)
     least = 0 if base.every is None else base.minimum
     for layer, (first, last) in enumerate(layers):
-        counts = np.zeros((len(ROWS), 4), int)
+        counts, learned = np.zeros((len(ROWS), 4), int), []
         for b, row in enumerate(ROWS):
             mean = int(base.capacity(layer, np.array([len(row)]), len(layers))[0])
             if base.allocates:
                 mean = retained_alone(preset)[b][layer, 0]
-            counts[b] = adaptive(in_order(raised(first), first, b)[0], mean, least, normalise=policy.budget.normalise)
+            beside = base.learned_count if len(row) > mean else 0
+            learned.append(list(range(len(row), len(row) + beside)))
+            ranked = in_order(raised(first), first, b)[0]
+            counts[b] = adaptive(ranked, mean - beside, least, normalise=policy.budget.normalise)
         counts = np.minimum(counts, [[len(row)] for row in ROWS])
         if entrywise(policy):
             stay = [best(in_order(raised(last), last, b), counts[b : b + 1])[0] for b in range(len(ROWS))]
         else:
             stay = by_the_parts(policy, last, raised(last), counts)
-        assert [tiny.held(filled, b)[layer] for b in range(len(ROWS))] == stay
+        expected = [[head + more for head in row] for row, more in zip(stay, learned, strict=True)]
+        assert [tiny.held(filled, b)[layer] for b in range(len(ROWS))] == expected
     assert len(layers) == params.config.num_layers
 
 

@@ -16,7 +16,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.reading import layers
-from tests.policy.presets import ALL
+from tests.policy.presets import ALL, layers_of
 from tests.test_prefill_each import MIXED, assert_same
 from tests.tiny import VOCAB, decoder, left_pad
 
@@ -34,8 +34,7 @@ DEEP = 6  # layers
 )
 def test_it_is_what_one_program_gives(text: str) -> None:
     """In a caller's `jax.jit` all layers are in the caller's program. Rows are padded on the left."""
-    two_layers = text.startswith(("lukv", "per_layer"))  # as many as the policy's text has numbers for
-    params = decoder(windows=(None, None) if two_layers else (None, 16) * 2, gates=True)
+    params = decoder(windows=((None, 16) * 2)[: layers_of(text, 4)], gates=True)
     tokens, lengths = left_pad(ROWS, 40)
 
     def both_turns(extend: Any) -> tuple[KVCache, Any]:

@@ -142,14 +142,15 @@ class KVJaxRollout(BaseRollout):
         rows = self._encoded(prompts, config.max_prompt_length)
         ends = list(config.eos_tokens) if config.eos_tokens else [self.eos_id()]
         log_probs = config.return_logprobs and self.logprobs_under == "policy"
+        params = self._params(config.temperature)
         said = kvjax.generate(
-            self._params(config.temperature),
+            params,
             rows,
             policy=self.policy,
             max_new_tokens=config.max_tokens_to_generate,
             sampler=_sampler(config),
             seed=next(self._calls) if config.seed is None else config.seed,
-            eos=[*ends, pad],
+            eos=[*ends, pad] if pad < params.config.vocab_size else ends,
             log_probs=log_probs,
         )
         self.stats = said.stats
