@@ -55,7 +55,6 @@ def test_a_dialogue(
     assert notes[-1] == cache.in_words()
 
 
-@pytest.mark.long
 def test_options_of_the_chat_template(shallow: Decoder, talker: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     kvjax.save_hf(shallow, tmp_path / "model", talker)
     told = {"twice": True}
@@ -93,7 +92,6 @@ def test_the_demo_chats() -> None:
     assert kv("generate", "demo", PROMPT, "--chat")[:2] == (0, "adam is sword\n")
 
 
-@pytest.mark.long
 def test_a_template_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages[0]['content'] }} recall what the code of adam is :")

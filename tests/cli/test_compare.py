@@ -74,7 +74,6 @@ def test_the_table_has_the_numbers_of_the_report(tmp_path: Path, monkeypatch: py
     assert "too few for an interval" in few["policies"][1]["sentence"]
 
 
-@pytest.mark.long
 def test_the_reference_may_be_another_policy(tmp_path: Path) -> None:
     file = questions(tmp_path / "mine.jsonl")
     status, shown, _ = kv(*asked("--tasks", file, "--against", POLICIES[1], "--json"))
@@ -161,7 +160,6 @@ def test_a_picture_without_matplotlib(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "--picture needs matplotlib, which is not installed: expected pip install" in stderr
 
 
-@pytest.mark.long
 def test_a_policy_that_fails_is_an_error_and_not_a_score(tmp_path: Path) -> None:
     file = questions(tmp_path / "mine.jsonl")
     command = ("compare", "demo", "--policy=adakv:base=h2o,base.budget=40,groups=3", "--tasks", file)

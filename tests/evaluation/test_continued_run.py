@@ -53,6 +53,7 @@ def test_another_text_of_the_same_policy_goes_on(tmp_path: Path) -> None:
 def test_other_gates_are_refused_where_a_policy_reads_them(tmp_path: Path) -> None:
     grid = SMALL.but(policies=["full", "kvzap:budget={budget}"], gates=["gates/first"])
     run(plan(grid), right, tmp_path)
+    assert run(plan(grid), right, tmp_path).new == 0
     with pytest.raises(ValueError, match=r"gates=\['gates/second'\], but .* holds answers of kvzap at 0.5 with gates="):
         run(plan(grid.but(gates=["gates/second"])), right, tmp_path)
     others = grid.but(gates=["gates/second"], policies=["full", "snapkv:budget={budget}"])

@@ -182,5 +182,5 @@ def test_what_is_refused() -> None:
         restorekv(policies.h2o(64))
     with pytest.raises(ValueError, match="expected a budget that is allocated, such as UniformShares"):
         replace(policies.knorm(64), learned=LearnedTokens("restorekv"))
-    with pytest.raises(ValueError, match="^count=0: expected an integer >= 1$"):
+    with pytest.raises(ValueError, match=r"^count=0: expected an integer >= 1$"):
         LearnedTokens("restorekv", 0)

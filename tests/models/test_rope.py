@@ -1,5 +1,7 @@
 """RoPE frequencies against transformers, for several prompt lengths, and the rotation against complex numbers."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -120,3 +122,13 @@ def test_the_first_channels_rotate_and_the_others_are_unchanged(fraction, rows):
     np.testing.assert_allclose(rotated[..., : R // 2], expected.real, atol=1e-4)
     np.testing.assert_allclose(rotated[..., R // 2 : R], expected.imag, atol=1e-4)
     np.testing.assert_array_equal(rotated[..., R:], x[..., R:])
+
+
+def test_queries_grow_beyond_the_original_context():
+    """By 1 + b ln(1 + floor(p / n)); without b they stay as they are."""
+    grows = Rope(1e4, YarnScaling(4.0, 1.0, 32.0, 1.0, True, 64, llama_4_scaling_beta=0.5))
+    positions, q = jnp.array([[-1, 0, 63, 64, 200]]), jnp.full((1, 2, 5, 4), 2.0)
+    expected = 2 * (1 + 0.5 * np.log([1, 1, 1, 2, 4]))
+    np.testing.assert_allclose(grows.grown(q, positions), np.broadcast_to(expected[:, None], q.shape), rtol=1e-6)
+    still = replace(grows, scaling=replace(grows.scaling, llama_4_scaling_beta=0.0))
+    assert still.grown(q, positions) is q
