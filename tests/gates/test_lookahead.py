@@ -45,7 +45,6 @@ def test_prompts_end_where_texts_end_and_the_model_answers_them() -> None:
     np.testing.assert_array_equal(text[:, N:], answers)
 
 
-@pytest.mark.slow
 def test_the_loss_is_the_divergence_of_importances() -> None:
     """Against attention rows of whole sequences, with random learned tokens and adapters."""
     made = objective()

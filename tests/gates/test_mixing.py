@@ -88,7 +88,6 @@ def objective(steps: int = 1, seed: int = 0, **options: int):
     return recipe, distillation(PARAMS, recipe, STREAM, tokenizer(), **options)
 
 
-@pytest.mark.slow
 def test_the_loss_counts_the_states_before_answers() -> None:
     _, goal = objective(sinks=SINKS, recent=RECENT)
     tokens, recited = goal.batch(3)

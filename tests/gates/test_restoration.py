@@ -42,7 +42,6 @@ def test_the_base_leaves_room_for_learned_tokens() -> None:
     np.testing.assert_array_equal(retained, alone.retained_mask())
 
 
-@pytest.mark.slow
 def test_the_loss_is_the_divergence_of_answers() -> None:
     made, gates = objective(), tiny.learned_tokens(PARAMS.config, TOKENS, "restorekv")
     text, _, retained = made.batch(0)
