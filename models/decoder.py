@@ -18,6 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from ..pallas_kernels import apart
 from .attend import Attend, AttentionLayer, lending
 from .card import Card
 from .config import DecoderConfig
@@ -72,7 +73,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
         projections = [(self.query, self.query_bias), (self.key, self.key_bias), (self.value, self.value_bias)]
         own = [(weight[...].reshape(x.shape[-1], -1), bias) for weight, bias in projections if weight is not None]
-        products = _apart([linear(x, *weights) for weights in own])
+        products = apart([linear(x, *weights) for weights in own])
         if len(products) == 2:
             products.append(products[1])
         norms = (self.query_norm, self.key_norm, None)[: len(products)]
@@ -104,21 +105,6 @@ class Attention(nnx.Module):
         B, Hq, N, D = context.shape
         flat = jnp.swapaxes(context, 1, 2).reshape(B, N, Hq * D)
         return linear(flat, self.output[...].reshape(Hq * D, -1), self.output_bias)
-
-
-def _apart(products: list[Float[Array, "B N O"]]) -> list[Float[Array, "B N O"]]:
-    """Keeps matrix products apart from the transposes that follow.
-
-    Without the barrier XLA transposes the weights instead of the activations. A single token is not transposed on a
-    GPU, where the barrier would add a kernel.
-    """
-
-    def apart(products: list[Array]) -> list[Array]:
-        return [jax.lax.optimization_barrier(product) for product in products]
-
-    if products[0].shape[1] > 1:
-        return apart(products)
-    return jax.lax.platform_dependent(products, cuda=lambda products: products, default=apart)
 
 
 class Layer(FeedForward):

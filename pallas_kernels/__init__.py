@@ -31,7 +31,7 @@ from .dispatch import Implementation, implementations, mapped, use
 from .grouped_product import grouped_product
 from .lowest_tokens import lowest_tokens
 from .overwrites import change_block, set_entries, set_slot
-from .products import dot_products, matmul, weighted_sum
+from .products import apart, dot_products, matmul, weighted_sum
 from .prompt_attention import prompt_attention
 from .quantized import QuantizedArray, Stored, plain, updated
 from .scored_attention import in_one_pass, scored_attention
@@ -54,6 +54,7 @@ __all__ = [
     "SlotAttention",
     "Stored",
     "after_last",
+    "apart",
     "capped",
     "change_block",
     "compact",

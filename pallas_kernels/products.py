@@ -32,6 +32,21 @@ def lone_row_as_in_batch(x: Float[Array, "... I"], weight: Float[Array, "I O"]) 
     return jax.lax.optimization_barrier((halves[0] + halves[1]).reshape(*x.shape[:-1], outputs))
 
 
+def apart(products: list[Float[Array, "B N O"]]) -> list[Float[Array, "B N O"]]:
+    """Keeps matrix products apart from the transposes that follow.
+
+    Without the barrier XLA transposes the weights instead of the activations. A single token is not transposed on a
+    GPU, where the barrier would add a kernel.
+    """
+
+    def barred(products: list[Array]) -> list[Array]:
+        return [jax.lax.optimization_barrier(product) for product in products]
+
+    if products[0].shape[1] > 1:
+        return barred(products)
+    return jax.lax.platform_dependent(products, cuda=lambda products: products, default=barred)
+
+
 def weighted_sum(keys: Float[Array, "B H M D"], weights: Float[Array, "B H M"]) -> Float[Array, "B H D"]:
     """Returns sum_m weights_m keys_m for each kv head, in float32."""
     return _with_keys("BHMD,BHM->BHD", keys, weights, along=3, over=2)

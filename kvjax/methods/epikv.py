@@ -153,13 +153,19 @@ class HiddenChange(Score):
             return per_row
         layers = (share_of(share, len(per_row)) for share in (self.early, self.late))
         early, late = (known[min(known, key=lambda i: abs(i - layer))] for layer in layers)
-        score = early.deviation[:, :1] - late.deviation[:, :1]  # that of all heads, of which layers have any number
-        return [
-            None if own is None else own._replace(score=jnp.broadcast_to(score, own.score.shape)) for own in per_row
-        ]
+
+        def score(heads: int) -> Float[Array, "B H"]:
+            return _of_heads(early.deviation, heads) - _of_heads(late.deviation, heads)
+
+        return [None if own is None else own._replace(score=score(own.score.shape[1])) for own in per_row]
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         return jnp.where(entries.per_slot >= READ, READ + entries.positions.astype(jnp.float32), entries.per_slot)
+
+
+def _of_heads(x: Float[Array, "B H"], heads: int) -> Float[Array, "B heads"]:
+    """Returns what all heads have in common for a number of heads. On a mesh an equal number needs no communication."""
+    return x if x.shape[1] == heads else jnp.repeat(x[:, :1], heads, axis=1)
 
 
 @preset
