@@ -108,6 +108,7 @@ def test_answers_are_those_of_each_question_alone(params: Decoder, question: Set
                 kept[asked.item.example.id] = answer.kept
                 assert answer.text == tokenizer().decode(answer.tokens, skip_special_tokens=True)
                 assert 0 < answer.kv_bytes <= answer.kv_bytes_end
+                assert (answer.kv_bytes == answer.kv_bytes_end) == ("tova" in text), "tova evicts while decoding"
     assert len(found) == sum(len(one.questions) for one in ITEMS)
     for one in ITEMS[:4]:
         for index in range(len(one.questions)):

@@ -252,7 +252,6 @@ def test_kvcompose_tables_have_a_column_for_each_setting_and_model(tmp_path: Pat
     assert strict.rows[1] == ("h2o", "10.0", "10.0", "10.0", "10.0")
 
 
-@pytest.mark.long
 def test_the_command_writes_a_page_tables_and_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib (the extra `plot`)")
     one, two = write(tmp_path / "one"), write(tmp_path / "two", question="before")
