@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -14,7 +15,7 @@ def test_the_last_map_alone_has_adapters() -> None:
     layer = decoder().layers[0]
     inputs, outputs = layer.mlp.down.shape
     rng = np.random.default_rng(0)
-    first, second = rng.normal(size=(3, inputs)), rng.normal(size=(outputs, 3))
+    first, second = (jnp.asarray(rng.normal(size=size)) for size in ((3, inputs), (outputs, 3)))
     made = adapted(layer, {"mlp.down_proj.lora_A.weight": first, "mlp.down_proj.lora_B.weight": second})
     change = np.asarray(made.mlp.down[...]) - np.asarray(layer.mlp.down[...])
     np.testing.assert_allclose(change, (second @ first).T, atol=1e-5)
