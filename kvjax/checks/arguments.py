@@ -118,7 +118,7 @@ def check_params(params: Any) -> None:
         raise ValueError(
             f"params is of type {type(params).__name__}: expected a Decoder, the first result of kvjax.load"
         )
-    if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
+    if isinstance(params.embed.get_raw_value(), jax.ShapeDtypeStruct):  # all leaves take long to list
         raise ValueError("params has shapes in place of arrays: expected a Decoder of arrays")
 
 
