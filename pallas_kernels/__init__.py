@@ -27,11 +27,12 @@ they neither see nor are seen.
 """
 
 from .arrays import after_last, fold
+from .by_group import Times, by_group
 from .dispatch import Implementation, implementations, mapped, use
+from .forms import apart, dot_products, matmul, shared, weighted_sum
 from .grouped_product import grouped_product
 from .lowest_tokens import lowest_tokens
 from .overwrites import change_block, set_entries, set_slot
-from .products import apart, dot_products, matmul, weighted_sum
 from .prompt_attention import prompt_attention
 from .quantized import QuantizedArray, Stored, plain, updated
 from .scored_attention import in_one_pass, scored_attention
@@ -53,8 +54,10 @@ __all__ = [
     "SegmentAttention",
     "SlotAttention",
     "Stored",
+    "Times",
     "after_last",
     "apart",
+    "by_group",
     "capped",
     "change_block",
     "compact",
@@ -76,6 +79,7 @@ __all__ = [
     "set_entries",
     "set_slot",
     "set_slots",
+    "shared",
     "slot_attention",
     "top_counts",
     "top_tokens",

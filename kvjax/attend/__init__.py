@@ -10,7 +10,6 @@ from .positions import expired, met_keys, positions_behind, rotated
 from .prompt import Reading, ReadPlan, finished
 from .replay import Replaying
 from .step import RoomMaker, Stepping
-from .twice import attending_once, in_array, once, runs_twice, twice
 
 __all__ = [
     "Borrowing",
@@ -19,17 +18,12 @@ __all__ = [
     "Replaying",
     "RoomMaker",
     "Stepping",
-    "attending_once",
     "expired",
     "finished",
-    "in_array",
     "met_keys",
-    "once",
     "over_heads",
     "over_layers",
     "over_rows",
     "positions_behind",
     "rotated",
-    "runs_twice",
-    "twice",
 ]

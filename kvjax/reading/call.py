@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from kvjax.attend import Borrowing, Reading, Replaying, Stepping, attending_once, over_heads
+from kvjax.attend import Borrowing, Reading, Replaying, Stepping, over_heads
 from kvjax.mesh.sharding import logical_sharding, rows_sharding
 from kvjax.models import Attend
 
@@ -21,12 +21,10 @@ class Call:
     Attributes:
         attention: of the call.
         mesh: where layers and entries lie; None is one device.
-        doubled: whether each row runs `twice`.
     """
 
     attention: Reading | Replaying | Stepping | Borrowing
     mesh: Mesh | None
-    doubled: bool = False
 
     def of_layers(self, first: int, count: int) -> Call:
         """Returns the call of some layers over their own entries, of a call of all layers."""
@@ -36,8 +34,7 @@ class Call:
     def attend(self, **rows: Any) -> Attend:
         """Returns the attention function for these arguments, arrays with axes [B, ...] or None."""
         hidden = bool(self.attention.policy.score.needs.hidden)
-        attend = over_heads(self.mesh, self.attention, hidden=hidden, **rows)
-        return attending_once(attend) if self.doubled else attend
+        return over_heads(self.mesh, self.attention, hidden=hidden, **rows)
 
 
 def by_row(logits: Float[Array, "B V"], mesh: Mesh | None) -> Float[Array, "B V"]:

@@ -19,11 +19,12 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attend import Borrowing, Reading, ReadPlan, Stepping, in_array, once, positions_behind, runs_twice, twice
+from kvjax.attend import Borrowing, Reading, ReadPlan, Stepping, positions_behind
 from kvjax.cache import Entries, Slots
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.experts import over_experts
 from kvjax.models import AttentionLayer, Decoder, DecoderConfig, Embedding, Head, RecurrentState, of_layer
+from kvjax.pallas_kernels import shared
 from kvjax.runtime.clock import Run, run_at_once
 
 from .call import Call, by_row, in_rows
@@ -289,21 +290,18 @@ def step(
     Returns:
         Float32 logits after each row's token, and the new cache.
     """
-    rows = {"positions": in_array(cache.length), "incoming": in_array(incoming), "rope": cache.rope}
+    rows = {"positions": shared(cache.length), "incoming": shared(incoming), "rope": cache.rope}
     stepping = Stepping(cache.policy, cache.policy.limits(len(cache.entries)))
-    doubled = runs_twice(cache.batch_size, cache.mesh) and not any(cache.recurrent)  # a row has one state
-    call = Call(stepping, cache.mesh, doubled=doubled)
-    own, facts = tokens[:, None], facts_of(params.config)
-    x, given = params.embedding(twice(own) if call.doubled else own)
+    call, facts = Call(stepping, cache.mesh), facts_of(params.config)
+    x, given = params.embedding(tokens[:, None])
     held = cache.entries, cache.recurrent
     x, entries, recurrent, _ = through_some(params.layers, 0, x, given, *held, rows, facts=facts, call=call)
     lenders = {source: entries.of_layers(source, 1) for source in params.config.sources}
     borrowing = replace(call, attention=Borrowing(cache.policy))
     x = through_readers(params, x, given, lenders, rows, facts=facts, call=borrowing)
-    hidden = once(x) if call.doubled else x
     entries = entries.exchange(cache.policy.score.across)
     cache = replace(cache, entries=entries, recurrent=recurrent, length=cache.length + incoming)
-    return by_row(params.logits(hidden[:, 0]), cache.mesh), cache.in_place()
+    return by_row(params.logits(x[:, 0]), cache.mesh), cache.in_place()
 
 
 jitted_step = jax.jit(step)

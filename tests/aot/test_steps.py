@@ -23,39 +23,35 @@ SHAPES = {  # of SmolLM2-135M, and of Llama 3: width, MLP, query heads, kv heads
     "8b": (4096, 14_336, 32, 8, 128),
     "70b": (8192, 28_672, 64, 8, 128),
 }
-FEW_ROWS = [
-    ("135m", 1, 1),
-    *((shape, batch, 1) for shape in ("8b", "70b") for batch in (1, 2, 8)),
-    ("8b", 2, 2),
-]
+FEW_ROWS = [("135m", 1), *((shape, batch) for shape in ("8b", "70b") for batch in (1, 2, 8))]
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("shape", "batch", "data"), part(FEW_ROWS, [("135m", 1, 1), ("8b", 1, 1), ("8b", 2, 2)]))
-def test_no_product_of_a_gpu_writes_a_weight(shape: str, batch: int, data: int) -> None:
+@pytest.mark.parametrize(("shape", "batch"), part(FEW_ROWS, [("135m", 1), ("8b", 1)]))
+def test_no_product_of_a_gpu_writes_a_weight(shape: str, batch: int) -> None:
     """The projections of a step read their weights, and write nothing of a weight's size."""
     names = ("hidden_size", "mlp_size", "num_heads", "num_kv_heads", "head_dim")
     config = replace(CONFIG, windows=(None,), **dict(zip(names, SHAPES[shape], strict=True)))
-    mesh = kvjax.make_mesh(data=data, devices=accelerators(f"h100:{data}"))
+    mesh = kvjax.make_mesh(devices=accelerators("h100:1"))
     lowered = lower_decode(config, parse("full"), mesh=mesh, batch=batch, length=64, new_tokens=64)
     least = config.hidden_size * config.num_kv_heads * config.head_dim
     assert Loop.of(lowered.compile().as_text()).rewrites(least) == []
 
 
 POOL = "adakv:base=morphkv,base.budget=2048,base.window=32"
-STEP_KERNELS = [  # of a layer and step, for jax 0.10; later versions launch fewer
-    ("full", 1, 14),
+STEP_KERNELS = [  # of a layer and step, for jax 0.12
+    ("full", 1, 17),
     ("full", 8, 14),
-    ("morphkv:budget=2048,window=32", 1, 18),
+    ("morphkv:budget=2048,window=32", 1, 21),
     ("morphkv:budget=2048,window=32", 8, 18),
-    ("snapkv:budget=2048", 1, 14),
+    ("snapkv:budget=2048", 1, 17),
     ("snapkv:budget=2048", 8, 14),
-    ("h2o:budget=2048", 1, 16),
-    ("streaming_llm:budget=2048", 1, 16),
-    ("kvcompose:budget=0.25", 1, 18),
-    ("quantize:policy=snapkv,bits=8", 1, 19),
-    (POOL, 1, 67),  # three loops, of which each round counts once
-    (POOL, 8, 69),
+    ("h2o:budget=2048", 1, 19),
+    ("streaming_llm:budget=2048", 1, 19),
+    ("kvcompose:budget=0.25", 1, 21),
+    ("quantize:policy=snapkv,bits=8", 1, 20),
+    (POOL, 1, 72),  # three loops, of which each round counts once
+    (POOL, 8, 67),
 ]
 
 

@@ -12,11 +12,12 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax.checkpoint import CheckpointError, load, restore, save
-from kvjax.mesh.experts import gathered_products, mixed, over_experts, sorted_products
+from kvjax.mesh.experts import mixed, over_experts
 from kvjax.mesh.sharding import fit_mesh
 from kvjax.models import ExpertWeights, Mixture, densely, routed
 from kvjax.models.feed_forward import ACTIVATIONS
 from tests.models.fields import BESIDE, NETS
+from tests.pallas_kernels.checks import of_platform
 from tests.products import each_once
 from tests.tiny import decoder
 
@@ -42,20 +43,24 @@ def problem(batch: int, tokens: int, mixture: Mixture) -> tuple[jax.Array, Exper
     ("batch", "tokens", "experts", "per_token", "facts"),
     each_once(SIZES, [{}, {"normalized": False}, BIASED]),
 )
-def test_tokens_that_go_to_their_experts(batch, tokens, experts, per_token, facts):
+def test_tokens_that_go_to_their_experts(batch, tokens, experts, per_token, facts, monkeypatch):
+    """In the forms of a CPU and of a GPU, on one device and on two that have half of the experts each."""
     mixture = Mixture(experts, per_token, F, **facts)
     x, weights = problem(batch, tokens, mixture)
     expected = jax.jit(partial(densely, mixture=mixture, activation=jax.nn.silu))(x, weights)
-    got = jax.jit(partial(mixed, mixture=mixture, activation=jax.nn.silu))(x, weights)
-    np.testing.assert_allclose(got, expected, atol=2e-5)
-    rows = x.reshape(-1, E)
-    chosen, _ = routed(rows, weights.router, mixture, weights.router_bias)
-    mine = (chosen % 2 == 0) | (experts == 1)
-    arguments = rows, chosen, mine, weights
-    options = {"activation": jax.nn.silu, "limit": mixture.limit}
-    ways = (jax.jit(partial(way, **options))(*arguments) for way in (sorted_products, gathered_products))
-    one, other = (np.where(mine[..., None], each, 0) for each in ways)
-    np.testing.assert_allclose(one, other, atol=2e-5)
+    halves = {0: slice(experts // 2), experts // 2: slice(experts // 2, None)} if experts > 1 else {0: slice(1)}
+    for platform in ("cpu", "cuda"):
+        monkeypatch.setattr(jax.lax, "platform_dependent", of_platform(platform))
+        mix = jax.jit(partial(mixed, mixture=mixture, activation=jax.nn.silu))
+        np.testing.assert_allclose(mix(x, weights), expected, atol=2e-5)
+        parts = [mix(x, of_experts(weights, part), first=first) for first, part in halves.items()]
+        np.testing.assert_allclose(sum(parts), expected, atol=2e-5)
+
+
+def of_experts(weights: ExpertWeights, part: slice) -> ExpertWeights:
+    """The weights of some experts, and the router of all."""
+    own = {name: getattr(weights, name) for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")}
+    return weights._replace(**{name: array if array is None else array[part] for name, array in own.items()})
 
 
 def test_shares_are_those_of_the_best_experts():

@@ -249,3 +249,14 @@ def check_segments(
             finite = np.where(np.isneginf(lse[b, own]), 0, lse[b, own])[..., None]
             got = np.exp(logits[b, lane, :, rows].reshape(case.group, -1, n) - finite)
             assert_close(got, weights[b, own, :, :n], *case.typical(logits))
+
+
+def of_platform(platform: str) -> Callable[..., Any]:
+    """What `jax.lax.platform_dependent` does on a platform, or in its default form for another name."""
+
+    def run(*arrays: Any, default: Callable[..., Any] | None = None, **forms: Callable[..., Any]) -> Any:
+        form = forms.get(platform, default)
+        assert form is not None
+        return form(*arrays)
+
+    return run

@@ -11,6 +11,7 @@ import pytest
 
 from kvjax.pallas_kernels import change_block, set_entries, set_slot, set_slots
 from kvjax.pallas_kernels.overwrites import SMALL
+from tests.pallas_kernels.checks import of_platform
 
 RNG = np.random.default_rng(0)
 
@@ -18,7 +19,7 @@ RNG = np.random.default_rng(0)
 @pytest.fixture(params=["cpu", "cuda", "default"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., np.ndarray]:
     """Runs a function in the form of each platform."""
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, **forms: forms[request.param](*arrays))
+    monkeypatch.setattr(jax.lax, "platform_dependent", of_platform(request.param))
     return lambda write, *arrays: np.asarray(jax.jit(lambda *arrays: write(*arrays))(*arrays))
 
 

@@ -1,4 +1,4 @@
-"""Products in plain XLA whose form depends on the platform: rows with a matrix, keys with one vector per head."""
+"""What plain XLA computes in a form that depends on the platform: products, and numbers that layers share."""
 
 from __future__ import annotations
 
@@ -6,17 +6,31 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
+
+from .arrays import pad
 
 
 def matmul(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
-    """Returns `x @ weight`. A CPU takes `lone_row_as_in_batch` for a single row of float32."""
-    if x.size == x.shape[-1] and x.size % 2 == 0 and x.dtype == weight.dtype == jnp.float32:
-        return jax.lax.platform_dependent(x, weight, cpu=lone_row_as_in_batch, default=jnp.matmul)
-    return x @ weight
+    """Returns `x @ weight`. A GPU multiplies a single row `beside_zeros`, a CPU one of float32 `as_in_batch`."""
+    if x.size != x.shape[-1]:
+        return x @ weight
+    forms = {"cuda": beside_zeros}
+    if x.size % 2 == 0 and x.dtype == weight.dtype == jnp.float32:
+        forms["cpu"] = as_in_batch
+    return jax.lax.platform_dependent(x, weight, **forms, default=jnp.matmul)
 
 
-def lone_row_as_in_batch(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
+def beside_zeros(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
+    """Returns `x @ weight` of a single row as one of two rows, of which the other is zero.
+
+    For a GPU, XLA computes the product of a single row and a weight of less than 10 million elements without matrix
+    units: it writes an array of the weight's size and adds up the rows of that array.
+    """
+    return (pad(x.reshape(1, -1), 1, axis=0) @ weight)[0].reshape(*x.shape[:-1], -1)
+
+
+def as_in_batch(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
     """Returns `x @ weight` of a single row as the sum of two products, of the halves of its inputs.
 
     - On CPUs XLA sums a single row in an order of its own, and rows of a batch in blocks of 256 inputs. With 512 inputs
@@ -45,6 +59,19 @@ def apart(products: list[Float[Array, "B N O"]]) -> list[Float[Array, "B N O"]]:
     if products[0].shape[1] > 1:
         return barred(products)
     return jax.lax.platform_dependent(products, cuda=lambda products: products, default=barred)
+
+
+def shared(x: Shaped[Array, "B"]) -> Shaped[Array, "B"]:
+    """Returns `x`, which all layers read as one array on a GPU.
+
+    XLA does the same work of many layers in one kernel, such as the search for empty slots, if the layers read a common
+    array. Without the barrier each layer computes the array itself. A single number is no array, but part of one.
+    """
+
+    def as_array(x: Array) -> Array:
+        return jax.lax.optimization_barrier(x if len(x) > 1 else jnp.repeat(x, 2))[: len(x)]
+
+    return jax.lax.platform_dependent(x, cuda=as_array, default=lambda x: x)
 
 
 def weighted_sum(keys: Float[Array, "B H M D"], weights: Float[Array, "B H M"]) -> Float[Array, "B H D"]:
