@@ -1,4 +1,4 @@
-"""What plain XLA computes in a form that depends on the platform: products, and numbers that layers share."""
+"""Forms of plain XLA that depend on the platform: products, and numbers that layers share."""
 
 from __future__ import annotations
 

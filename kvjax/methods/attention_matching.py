@@ -151,20 +151,26 @@ class FittedEntries(Merge):
         n, t = x.shape
         columns = jnp.sum(x**2, axis=0)
         weight = self.ridge * jnp.sum(columns) / jnp.maximum(jnp.sum(columns > 0), 1) + 1e-30
-        if n < t:  # the same c by a smaller system
-            gram = jnp.einsum("nt,mt->nm", x, x, precision="highest") + weight * jnp.eye(n)
-            return jnp.einsum("nt,nK->tK", x, _solution(gram, y), precision="highest")
-        gram = jnp.einsum("nt,ns->ts", x, x, precision="highest") + weight * jnp.eye(t)
-        return _solution(gram, jnp.einsum("nt,nK->tK", x, y, precision="highest"))
+        across = x if n < t else x.T  # with fewer rows than columns c = x^T a, by a smaller system
+        system = _product(across, across.T) + weight * jnp.eye(len(across))
+
+        def refined(a: Float[Array, "s K"]) -> Float[Array, "s K"]:
+            c = _product(x.T, a) if n < t else a
+            missing = y - _product(x, c)
+            return a + _solution(system, (missing if n < t else _product(x.T, missing)) - weight * a)
+
+        # The second step restores digits that the first one loses by the condition of the system.
+        a = refined(refined(jnp.zeros((len(across), y.shape[1]))))
+        return _product(x.T, a) if n < t else a
+
+
+def _product(a: Float[Array, "M I"], b: Float[Array, "I O"]) -> Float[Array, "M O"]:
+    return jnp.matmul(a, b, precision="highest")
 
 
 def _solution(a: Float[Array, "n n"], b: Float[Array, "n K"]) -> Float[Array, "n K"]:
     """`solve_positive`, which JAX can differentiate by b, as `kvjax.inspection` does."""
-
-    def product(x: Array) -> Array:
-        return jnp.matmul(a, x, precision="highest")
-
-    return jax.lax.custom_linear_solve(product, b, lambda _, y: solve_positive(a, y), symmetric=True)
+    return jax.lax.custom_linear_solve(partial(_product, a), b, lambda _, y: solve_positive(a, y), symmetric=True)
 
 
 FITTED = FittedEntries()

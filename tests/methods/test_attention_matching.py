@@ -69,9 +69,12 @@ def read(spec, asked=None):
 
 
 @pytest.mark.slow(first=2)
-@pytest.mark.parametrize(("bias", "queries"), [(True, 64), (True, 2), (False, 64)])
-def test_biases_and_values_are_the_ridge_solutions(bias, queries):
-    """A sink and three recent tokens stay as they are, and so does the row that fits into the budget."""
+@pytest.mark.parametrize(("bias", "queries", "atol"), [(True, 64, 1e-5), (True, 2, 2e-4), (False, 64, 1e-5)])
+def test_biases_and_values_are_the_ridge_solutions(bias, queries, atol):
+    """A sink and three recent tokens stay as they are, and so does the row that fits into the budget.
+
+    With fewer queries than entries, the solution is a product with a vector of larger numbers.
+    """
     base = f"base=knorm,base.budget={BUDGET},base.sinks=1,base.recent=3"
     merge = f"merge.bias={bias},merge.ridge={RIDGE}"
     for entries, row, head, q, k, v in read(f"attention_matching:{base},queries={queries},{merge}", queries):
@@ -82,8 +85,8 @@ def test_biases_and_values_are_the_ridge_solutions(bias, queries):
         if len(k) > BUDGET:
             biases, values = fitted(q, k, v, kept, (kept >= 1) & (kept < len(k) - 3), bias)
             assert np.abs(values - v[kept]).max() > 0.1
-        np.testing.assert_allclose(np.asarray(entries.bias[row, head])[order], biases, atol=2e-4)
-        np.testing.assert_allclose(found, values, atol=5e-4)
+        np.testing.assert_allclose(np.asarray(entries.bias[row, head])[order], biases, atol=atol)
+        np.testing.assert_allclose(found, values, atol=atol)
 
 
 @pytest.mark.slow
