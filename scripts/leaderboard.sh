@@ -20,7 +20,8 @@ costly      presets that take longer to compress it than the model takes to read
 composed    compositions of the best with other parts, 75 and 87.5 % removed            83 for 180 answers, beside other work
 shares      the papers' methods and the best, 25, 50 and 87.5 % removed                 not recorded
 seen        the same with the question seen, 75 and 87.5 % removed                      not recorded
-smaller     the same with SmolLM2-135M-Instruct at 1,024 tokens                         not recorded
+smaller     the same with SmolLM2-135M-Instruct at 1,024 tokens                         100 for 1,800 answers, beside other work
+varied      a part of once, with a text of its own for each prompt                      4 to 7 for 100 answers
 page        runs/leaderboard/board.html, from the results that are there                not recorded
 END
 }
@@ -81,7 +82,7 @@ train_gates() {
 
 page() {
     local runs=()
-    for step in once decoding gates twice costly composed shares seen smaller; do
+    for step in once decoding gates twice costly composed shares seen smaller varied; do
         [ ! -e "runs/leaderboard/$step/run.json" ] || runs+=("runs/leaderboard/$step")
     done
     kvjax report "${runs[@]}" --leaderboard runs/leaderboard/board.html \

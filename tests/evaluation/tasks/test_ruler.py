@@ -17,15 +17,9 @@ from kvjax.evaluation.tasks.task import DataError, Example, Fault, Question, Sou
 from kvjax.evaluation.tasks.vocabulary import tokenizer
 
 TOKENIZER = tokenizer()  # splits at spaces and punctuation, so that tokens can be counted by hand
-NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (\S+) is: (\S+)\.")
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 # The benchmark's own templates, for comparison.
-NIAH = (
-    "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. I will quiz "
-    "you about the {type_needle_v} afterwards.\n{context}\nWhat are all the special magic {type_needle_v} for {query} "
-    "mentioned in the provided text? The special magic {type_needle_v} for {query} mentioned in the provided text are"
-)
 VT = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
     "all variables that are assigned the value {query} in the text above. Answer: According to the chain(s) of "
@@ -103,54 +97,6 @@ def test_white_space_ends_the_part_before_it(task, data: Path) -> None:
 def test_draws_stay_what_they_are() -> None:
     digest = hashlib.sha256("".join(prompt(asked(name, None)[1]) for name in ("ruler/vt", "ruler/fwe")).encode())
     assert digest.hexdigest()[:16] == "9b011075550b8da3"
-
-
-@pytest.mark.parametrize(
-    ("name", "needles", "hay", "values"),
-    [
-        ("niah_single_1", 1, "noise", "numbers"),
-        ("niah_single_2", 1, "essay", "numbers"),
-        ("niah_single_3", 1, "essay", "uuids"),
-        ("niah_multikey_1", 4, "essay", "numbers"),
-        ("niah_multikey_2", None, "needle", "numbers"),
-        ("niah_multikey_3", None, "needle", "uuids"),
-        ("niah_multivalue", 4, "essay", "numbers"),
-        ("niah_multiquery", 4, "essay", "numbers"),
-    ],
-)
-def test_needles(data: Path, name: str, needles: int | None, hay: str, values: str) -> None:
-    pytest.importorskip("wonderwords", reason="RULER's words need wonderwords (the extra `eval`)")
-    for example in asked(f"ruler/{name}", data):
-        (question,) = example.questions
-        hidden = NEEDLE.findall(example.context)
-        assert {kind for kind, _, _ in hidden} == {values}
-        assert len(hidden) == needles if needles else len(hidden) > 10
-        form = (
-            r"[1-9]\d{6}" if values == "numbers" else r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
-        )
-        assert all(re.fullmatch(form, value) for _, _, value in hidden)
-        assert len({value for _, _, value in hidden}) == len(hidden)
-        (query,) = re.findall(r" for (.*) mentioned in the provided text\?", question.text)
-        keys = [key.removeprefix("and ") for key in query.split(", ")]
-        assert len(keys) == (4 if name == "niah_multiquery" else 1)
-        assert set(question.answers) == {value for _, key, value in hidden if key in keys}
-        assert len(question.answers) == (4 if name in ("niah_multivalue", "niah_multiquery") else 1)
-        context = example.context.split("\n", 1)[1].removesuffix("\n")
-        rest = NEEDLE.sub("", context)
-        if hay == "noise":
-            assert set(rest.split("\n")) == {NOISE, ""}
-        elif hay == "needle":
-            assert not rest.strip()
-        else:
-            assert rest.split()[:40] == (data / "essays.txt").read_text().split()[:40]
-        # the benchmark derives the singular of its template by replacing words
-        template, kind = NIAH, values
-        if len(question.answers) == 1:
-            template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
-            kind = values[:-1]
-        depth = context.find(question.answers[0]) / len(context)
-        assert example.meta.get("depth") == (None if len(question.answers) > 1 else pytest.approx(depth, abs=1e-3))
-        assert prompt(example) == template.format(type_needle_v=kind, context=context, query=query)
 
 
 def test_variables_are_followed_to_their_value() -> None:

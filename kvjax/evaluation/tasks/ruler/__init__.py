@@ -2,6 +2,9 @@
 
 A length counts the prompt and the generated tokens, without special tokens. The generators follow RULER, but kvjax has
 its own random draws: an example depends only on the seed, the task, the length and the index of the example.
+
+RULER hides the needles of all prompts of a length in the same text, the beginning of the essays. The five tasks
+`ruler_varied/*` are those with essays, but each prompt's text begins at another sentence.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ def part_of(prediction: str, question: Question) -> Scores:
 
 
 _single = Needles("ruler/niah_single_1", 128, all_of, shown=True, haystack="noise")
-_essays = replace(_single, haystack="essay", shown=False)
+_essays = replace(_single, haystack="beginning", shown=False)
 
-TASKS: tuple[RulerTask, ...] = (
+_THIRTEEN: tuple[RulerTask, ...] = (
     _single,
     replace(_essays, name="ruler/niah_single_2"),
     replace(_essays, name="ruler/niah_single_3", values="uuids"),
@@ -45,3 +48,10 @@ TASKS: tuple[RulerTask, ...] = (
     DocumentQuestions("ruler/qa_1", 32, part_of, data="squad"),
     DocumentQuestions("ruler/qa_2", 32, part_of, data="hotpotqa"),
 )
+
+_varied = tuple(
+    replace(task, name=f"ruler_varied/{task.name.split('/')[1]}", haystack="anywhere")
+    for task in _THIRTEEN
+    if isinstance(task, Needles) and task.haystack == "beginning"
+)
+TASKS = _THIRTEEN + _varied

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..haystack import essays, sentences, words
+from ..haystack import SENTENCE_END, essays, sentences, words
 from ..task import Source
 from .text import Maker, RulerTask, Text
 
@@ -31,7 +31,8 @@ class Needles(RulerTask):
     """One of the eight needle tasks.
 
     Attributes:
-        haystack: repeated noise sentences, essays, or other needles.
+        haystack: repeated noise sentences, the beginning of the essays, their text from a sentence that each prompt
+            draws, or other needles.
         keys: the kind of the keys.
         values: the kind of the values.
         keys_hidden: the number of keys in the text.
@@ -39,7 +40,7 @@ class Needles(RulerTask):
         keys_asked: the number of keys in the question.
     """
 
-    haystack: Literal["noise", "essay", "needle"] = "noise"
+    haystack: Literal["noise", "beginning", "anywhere", "needle"] = "noise"
     keys: Kind = "words"
     values: Kind = "numbers"
     keys_hidden: int = 1
@@ -51,7 +52,8 @@ class Needles(RulerTask):
         return self.keys_hidden * self.values_of_each
 
     def maker(self, source: Source, length: int) -> Maker:
-        essay = essays(source).split() if self.haystack == "essay" else []
+        essay = essays(source).split() if self.haystack in ("beginning", "anywhere") else []
+        starts = [at for at, word in enumerate(essay) if SENTENCE_END.search(f"{essay[at - 1]} {word}")] or [0]
 
         def make(i: int, rng: random.Random, units: int) -> Text:
             hidden = [
@@ -60,8 +62,9 @@ class Needles(RulerTask):
             ]
             needles = [self._needle(key, value) for key, values in hidden for value in values]
             rng.shuffle(needles)
-            if self.haystack == "essay":
-                context = among_sentences(needles, essay, units, rng)
+            if essay:
+                at = rng.choice(starts) if self.haystack == "anywhere" else 0
+                context = among_sentences(needles, essay[at:] + essay[:at], units, rng)
             else:
                 context = among_lines(needles, self._lines(units, rng), rng)
             asked = rng.sample(hidden, self.keys_asked)
