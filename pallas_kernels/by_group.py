@@ -31,7 +31,7 @@ def by_group(
     """Returns what `compute` gives for each token and each of its groups.
 
     A GPU gathers the matrices if there are at most as many pairs as groups: XLA reads them in the kernel that
-    multiplies, writes no copy, and launches 10 kernels less for each layer with experts (docs/extend/kernels.md).
+    multiplies, writes no copy, and launches 10 kernels fewer for each layer with experts (docs/extend/kernels.md).
 
     Args:
         group: of `groups` many. For the group `groups`, which has no matrices, the result is undefined.
