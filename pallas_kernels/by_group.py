@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -42,27 +43,27 @@ def by_group(
         order = jnp.argsort(key)
         own = jnp.minimum(key[order], groups - 1)
         sizes = jnp.bincount(key, length=groups + 1)[:groups].astype(jnp.int32)
-
-        def times(
-            rows: Float[Array, "M I"], matrices: Float[Array, "X I O"], bias: Float[Array, "X O"] | None
-        ) -> Float[Array, "M O"]:
-            products = grouped_product(rows, matrices, sizes)
-            return products if bias is None else products + bias[own]
-
+        times = _times(lambda rows, matrices: grouped_product(rows, matrices, sizes), own)
         each = compute(tokens[order // group.shape[1]], times)
         return jnp.zeros_like(each).at[order].set(each, unique_indices=True).reshape(*group.shape, -1)
 
     def gathered(tokens: Float[Array, "n I"], group: Int[Array, "n K"]) -> Float[Array, "n K O"]:
         own = jnp.minimum(group, groups - 1).reshape(-1)
-
-        def times(
-            rows: Float[Array, "M I"], matrices: Float[Array, "X I O"], bias: Float[Array, "X O"] | None
-        ) -> Float[Array, "M O"]:
-            products = jnp.einsum("MI,MIO->MO", rows, matrices[own])
-            return products if bias is None else products + bias[own]
-
+        times = _times(lambda rows, matrices: jnp.einsum("MI,MIO->MO", rows, matrices[own]), own)
         return compute(jnp.repeat(tokens, group.shape[1], axis=0), times).reshape(*group.shape, -1)
 
     if group.size > groups:
         return sorted_by_group(tokens, group)
     return jax.lax.platform_dependent(tokens, group, cuda=gathered, default=sorted_by_group)
+
+
+def _times(product: Callable[[Array, Array], Array], own: Int[Array, "M"]) -> Times:
+    """Adds the bias of each row's own group to its product."""
+
+    def times(
+        rows: Float[Array, "M I"], matrices: Float[Array, "X I O"], bias: Float[Array, "X O"] | None
+    ) -> Float[Array, "M O"]:
+        products = product(rows, matrices)
+        return products if bias is None else products + bias[own]
+
+    return times

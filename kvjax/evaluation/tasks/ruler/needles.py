@@ -53,7 +53,7 @@ class Needles(RulerTask):
 
     def maker(self, source: Source, length: int) -> Maker:
         essay = essays(source).split() if self.haystack in ("beginning", "anywhere") else []
-        starts = [at for at, word in enumerate(essay) if SENTENCE_END.search(f"{essay[at - 1]} {word}")] or [0]
+        starts = beginnings(essay) if self.haystack == "anywhere" else []
 
         def make(i: int, rng: random.Random, units: int) -> Text:
             hidden = [
@@ -63,7 +63,7 @@ class Needles(RulerTask):
             needles = [self._needle(key, value) for key, values in hidden for value in values]
             rng.shuffle(needles)
             if essay:
-                at = rng.choice(starts) if self.haystack == "anywhere" else 0
+                at = rng.choice(starts) if starts else 0
                 context = among_sentences(needles, essay[at:] + essay[:at], units, rng)
             else:
                 context = among_lines(needles, self._lines(units, rng), rng)
@@ -110,6 +110,11 @@ def among_lines(needles: list[str], lines: list[str], rng: random.Random) -> str
     for at, needle in zip(sorted(rng.sample(range(len(lines)), len(needles)), reverse=True), needles, strict=True):
         lines.insert(at, needle)
     return "\n".join(lines)
+
+
+def beginnings(text: list[str]) -> list[int]:
+    """The words of a repeated text that begin a sentence; without any, the first word."""
+    return [at for at, word in enumerate(text) if SENTENCE_END.search(f"{text[at - 1]} {word}")] or [0]
 
 
 def among_sentences(needles: list[str], essay: list[str], units: int, rng: random.Random) -> str:
