@@ -128,6 +128,12 @@ def experts_case(tokens: int, small: bool) -> Case:
     )
 
 
+def beside_mosaic_gpu(case: Case) -> Iterator[Case]:
+    """The case, and the same by the kernel of Mosaic GPU beside the default one."""
+    yield case
+    yield replace(case, choice="mosaic_gpu", rival=case.call, goal=1.0)
+
+
 def cases(small: bool) -> Iterator[Case]:
     """All of them; `small` ones are for any machine."""
     dtype, scale = jnp.float32 if small else jnp.bfloat16, DIM**-0.5
@@ -136,16 +142,16 @@ def cases(small: bool) -> Iterator[Case]:
 
     shapes = [(2, 4, 256)] if small else [(8, 4, 2048), (32, 4, 2048), (8, 4, 32_768), (1, 4, 2048), (1, 8, 131_072)]
     for batch, group, slots in shapes:
-        case = Case(
-            "slot_attention",
-            {"batch": batch, "group": group, "slots": slots},
-            partial(attention, scale=scale),
-            partial(of, batch=batch, slots=slots, rows=1, group=group),
-            (2 * batch * HEADS * slots * DIM * width, "bytes"),
-            0.85 if batch * HEADS >= 64 else 0.60,
+        yield from beside_mosaic_gpu(
+            Case(
+                "slot_attention",
+                {"batch": batch, "group": group, "slots": slots},
+                partial(attention, scale=scale),
+                partial(of, batch=batch, slots=slots, rows=1, group=group),
+                (2 * batch * HEADS * slots * DIM * width, "bytes"),
+                0.85 if batch * HEADS >= 64 else 0.60,
+            )
         )
-        yield case
-        yield replace(case, choice="mosaic_gpu", rival=case.call, goal=1.0)
     coded = [(2, 4, 256)] if small else [(8, 4, 2048), (8, 4, 32_768), (1, 8, 131_072)]
     for bits, (batch, group, slots) in itertools.product((8, 4), coded):
         yield Case(
@@ -157,7 +163,8 @@ def cases(small: bool) -> Iterator[Case]:
         )
     for batch, slots, asked in [(2, 256, 4)] if small else [(8, 2048, 4), (8, 2048, 25), (8, 32_768, 25)]:
         facts = {"batch": batch, "group": 4, "slots": slots}
-        yield asking(partial(of, **facts), facts, asked, scale, 2 * batch * HEADS * slots * DIM * width)
+        nbytes = 2 * batch * HEADS * slots * DIM * width
+        yield from beside_mosaic_gpu(asking(partial(of, **facts), facts, asked, scale, nbytes))
     batch, lane = (2, 512) if small else (8, 32_768)
 
     def pool(key: Any) -> Sequence[Any]:
@@ -167,7 +174,7 @@ def cases(small: bool) -> Iterator[Case]:
     used = np.array([lane // 2 ** (2 + min(i, 3)) // PAGE * PAGE for i in range(HEADS)])
     start = np.cumsum(used) - used
     segments = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (batch, HEADS)) for x in (start, used)]
-    yield Case(
+    segmented = Case(
         "segment_attention",
         {"batch": batch, "group": 4, "segments": used.tolist()},
         lambda q, k, v, t, p: dict(
@@ -181,6 +188,7 @@ def cases(small: bool) -> Iterator[Case]:
         (2 * batch * int(used.sum()) * DIM * width, "bytes"),
         0.85,
     )
+    yield from beside_mosaic_gpu(segmented)
     for rows, keys in [(8, 512)] if small else [(32, 131_072), (200, 32_768)]:
         yield Case(
             "window_scores",

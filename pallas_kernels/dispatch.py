@@ -18,7 +18,7 @@ from .traced_once import traced_once
 ENVIRONMENT = "KVJAX_KERNELS"
 # the name of a backend's modules -> the platform it compiles for
 BACKENDS = {"cudnn": "gpu", "triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu", "xla": "any"}
-OPTIONAL = {"mosaic_gpu"}  # backends that no device has shown to be faster: tried only if chosen, before the others
+OPTIONAL = {"mosaic_gpu"}  # backends that no device has shown to be faster: tried first if they are chosen
 NOT_PALLAS = {"cudnn", "xla"}  # backends whose modules have no kernels of Pallas, which could be interpreted
 INTERPRET = "-interpret"
 CHOICES = (
@@ -94,7 +94,7 @@ def _backends(operation: str) -> tuple[list[str], str]:
         if choice == name and BACKENDS[name] not in (here, "any"):
             return anywhere, f"{source} asks for {choice}, and the platform is {here}"
         return list(dict.fromkeys([choice, *anywhere])), f"{source} asks for it"
-    names = first + [backend for backend in backends if BACKENDS[backend] == here and backend not in OPTIONAL]
+    names = list(dict.fromkeys([*first, *(backend for backend in backends if BACKENDS[backend] == here)]))
     if not names:
         return anywhere, f"the platform is {here}, which has no kernel"
     why = f"{source} asks for it" if first else f"the platform is {here}"

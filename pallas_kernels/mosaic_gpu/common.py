@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float
 # warps (wgmma), for 64 rows, which only Hopper has; or XLA (lax), where a kernel is interpreted.
 Products = Literal["mma", "wgmma", "lax"]
 MMA = getattr(plgpu, "mma", None)
+MOST_ROWS = 64  # query rows per program
 
 
 def capability() -> tuple[int, int]:
@@ -44,6 +46,31 @@ def products_for(rows: int, capability: tuple[int, int]) -> Products:
             f"GPU of compute capability {capability[0]}.{capability[1]}: expected JAX 0.11 or more"
         )
     return "mma"
+
+
+def products_here(rows: int, *, interpret: bool) -> Products:
+    """Returns what multiplies matrices on this device, or in the interpreter. Raises NotImplementedError."""
+    return "lax" if interpret else products_for(rows, capability())
+
+
+def check(q: Any, k: Any, v: Any, *, rows: int) -> None:
+    """Raises NotImplementedError for arguments that the kernel does not take.
+
+    Args:
+        rows: query rows per kv head.
+    """
+    for x in (k, v):
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise NotImplementedError(f"keys and values of type {type(x).__name__}: expected plain arrays")
+    kinds = {jnp.dtype(x.dtype).name for x in (q, k, v)}
+    if len(kinds) > 1 or not kinds <= {"bfloat16", "float16"}:
+        raise NotImplementedError(f"dtypes {', '.join(sorted(kinds))}: expected one of bfloat16 and float16")
+    if q.shape[-1] % 32 != 0 or q.shape[-1] > 256:
+        raise NotImplementedError(f"heads of {q.shape[-1]} channels: expected a multiple of 32, at most 256")
+    if k.shape[2] % 8 != 0:  # TMA copies 8 rows at a time
+        raise NotImplementedError(f"{k.shape[2]} slots: expected a multiple of 8")
+    if rows > MOST_ROWS:
+        raise NotImplementedError(f"{rows} query rows per kv head: expected at most {MOST_ROWS}")
 
 
 def product(x: Any, y: Any, products: Products, *, transposed: bool = False) -> Float[Array, "rows columns"]:

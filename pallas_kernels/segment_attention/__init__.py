@@ -5,6 +5,6 @@ from . import reference
 from .pages import PAGE, pages
 from .reference import SegmentAttention
 
-segment_attention = dispatch(reference.segment_attention, "triton", "mosaic_tpu", "xla")
+segment_attention = dispatch(reference.segment_attention, "triton", "mosaic_gpu", "mosaic_tpu", "xla")
 
 __all__ = ["PAGE", "SegmentAttention", "pages", "segment_attention"]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from jaxtyping import Array, Float, Int
 
 from ..quantized import QuantizedArray
 from ..slot_attention.asked import Asked
-from ..slot_attention.triton import MOST_LOGIT_ROWS, extra_options
+from ..slot_attention.triton import extra_options
 from ..triton.attention import attend
 from ..triton.common import check
 from .reference import SegmentAttention
+from .rows import segment_attention_by
 
 
 def segment_attention(
@@ -38,15 +40,9 @@ def segment_attention(
             whose D is not a power of two; for a GPU that is not NVIDIA's or older than the A100.
     """
     check(q, k, v, quantized=True)
-    B, Hq, W, D = q.shape
-    H = start.shape[1]
-    rows = q.reshape(B, H, -1, D)
-    over = partial(attend, scale=scale, window=window, softcap=softcap, bias=bias, interpret=interpret)
-    stores_logits = logits and rows.shape[2] <= MOST_LOGIT_ROWS
-    extra = extra_options(asked, rows, k, H)
-    results = over(rows, k, v, q_positions, k_positions, used, start, logits=stores_logits, **extra)
-    assert results.out is not None
-    scores = results.scores
-    if scores is not None and asked is not None and asked.reduction.group == "mean":
-        scores = scores / (Hq // H)
-    return SegmentAttention(results.out.reshape(q.shape), results.lse.reshape(B, Hq, W), results.logits, scores)
+    rows, heads = q.shape[1] // start.shape[1] * q.shape[2], start.shape[1]
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
+    options |= {"logits": logits, "asked": asked, "extra": extra_options(asked, rows, k, heads)}
+    return segment_attention_by(
+        partial(attend, interpret=interpret), q, k, v, q_positions, k_positions, start, used, **options
+    )

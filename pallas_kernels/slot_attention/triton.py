@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..arrays import Fold, fold, pad
-from ..quantized import QuantizedArray, plain
-from ..softmax import finite_or_zero
+from ..arrays import Fold
+from ..quantized import QuantizedArray
 from ..triton.attention import attend, attend_blocks
-from ..triton.attention_kernel import ExtraReduction, ExtraRows
-from ..triton.blocks import power_of_two
 from ..triton.common import check
-from ..visibility import visible
-from ..window_scores import Reduction, window_scores
 from .asked import Asked
 from .reference import SlotAttention
-
-MOST_LOGIT_ROWS = 64  # query rows per kv head for which logits are stored; with more, `window_scores` recomputes them
-MOST_EXTRA_TILE_ROWS = 64  # extra rows per product
-MOST_EXTRA_BYTES = 48 << 10  # of the extra rows of a kv head; more leave no room for keys and get a pass of their own
+from .rows import slot_attention_by
 
 
 def slot_attention(
@@ -46,68 +38,19 @@ def slot_attention(
             whose D is not a power of two; for a GPU that is not NVIDIA's or older than the A100.
     """
     check(q, k, v, quantized=True)
-    B, Hq, W, D = q.shape
-    H, S = k.shape[1:3]
+    rows, heads = q.shape[1] // k.shape[1] * q.shape[2], k.shape[1]
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
-    stores_logits = received is not None and Hq // H * W <= MOST_LOGIT_ROWS
-    rows = q.reshape(B, H, -1, D)
-    extra = extra_options(asked, rows, k, H)
-    results = attend(
-        rows, k, v, q_positions, k_positions, logits=stores_logits, interpret=interpret, **extra, **options
-    )
-    assert results.out is not None
-    lse = results.lse.reshape(B, Hq, W)
-    weights = scores = None
-    if results.logits is not None and received is not None:
-        finite = finite_or_zero(lse).reshape(B, H, -1, W, 1)
-        weights = jnp.exp(results.logits.reshape(B, H, -1, W, S) - finite)
-        # Logits of slots that were not read are undefined; no query sees these slots.
-        weights = jnp.where(visible(q_positions, k_positions, window)[:, :, None], weights, 0.0)
-        weights = fold(weights, received, axis=2).sum(axis=2)
-    elif received is not None:
-        reduction = Reduction(rows="sum", group=received, first="group")
-        weights = window_scores(q, plain(k), q_positions, k_positions, lse=lse, reduction=reduction, **options)
-    if results.scores is not None and asked is not None:
-        scored = (k_positions >= 0) & jnp.any(asked.positions >= 0, axis=1)[:, None, None]
-        scores = jnp.where(scored, results.scores, 0.0)
-        if asked.reduction.group == "mean":
-            scores = scores / (Hq // H)
-    elif asked is not None:
-        scores = asked.scores(window_scores, plain(k), k_positions, **options)
-    return SlotAttention(results.out.reshape(B, Hq, W, -1), lse, weights, scores)
+    options |= {"received": received, "asked": asked, "extra": extra_options(asked, rows, k, heads)}
+    return slot_attention_by(partial(attend, interpret=interpret), q, k, v, q_positions, k_positions, **options)
 
 
-def extra_options(
-    asked: Asked | None, rows: Float[Array, "B H R D"], k: Array | QuantizedArray, heads: int
-) -> dict[str, Any]:
-    """The arguments of `attend` for extra query rows; none if there are no rows that one pass can score."""
-    if asked is None or rows.shape[2] > attend_blocks(rows.shape[2], k, extra=1).rows:
-        return {}
-    extra = extra_rows(asked, heads)
-    return {} if extra is None else {"extra": extra[0], "extra_reduction": extra[1]}
+def extra_options(asked: Asked | None, rows: int, k: Array | QuantizedArray, heads: int) -> dict[str, Any]:
+    """The arguments of `attend` for extra query rows; none if there are no rows that one pass can score.
 
-
-def extra_rows(asked: Asked, heads: int) -> tuple[ExtraRows, ExtraReduction] | None:
-    """Arranges the extra rows of each kv head in tiles, so that a reduction over tiles and rows is `asked.reduction`.
-
-    Returns None if one pass cannot compute that reduction, or if the rows take too much memory.
+    Args:
+        rows: attending rows per kv head.
     """
-    B, Hq, X, D = asked.queries.shape
-    G, reduction = Hq // heads, asked.reduction
-    over_rows, over_group = ("max" if kind == "max" else "sum" for kind in (reduction.rows, reduction.group))
-    lse = jnp.where((asked.positions < 0)[:, None] | jnp.isneginf(asked.lse), jnp.inf, asked.lse)
-    q, lse, t = asked.queries.reshape(B, heads, G, X, D), lse.reshape(B, heads, G, X), asked.positions[:, None]
-    if over_rows == over_group:  # the order of all G X rows does not matter
-        q, lse, t = q.reshape(B, heads, 1, -1, D), lse.reshape(B, heads, 1, -1), jnp.tile(t, (1, 1, G))
-        size = min(power_of_two(G * X), MOST_EXTRA_TILE_ROWS)
-    elif reduction.first == "rows":
-        return None
-    else:  # a tile holds the rows of one query head
-        t, size = jnp.repeat(t, G, axis=1), power_of_two(X)
-    padding = -lse.shape[3] % size
-    q, lse, t = pad(q, padding, 3), pad(lse, padding, 3, jnp.inf), pad(t, padding, 2, -1)
-    q, lse, t = q.reshape(B, heads, -1, D), lse.reshape(B, heads, -1), t.reshape(B, -1)
-    nbytes = t.shape[1] * power_of_two(D) * q.dtype.itemsize
-    if reduction.rows == "mean" or size > MOST_EXTRA_TILE_ROWS or nbytes > MOST_EXTRA_BYTES:
-        return None
-    return ExtraRows(q, lse, t), ExtraReduction(size, over_group, over_rows)
+    if asked is None or rows > attend_blocks(rows, k, extra=1).rows:
+        return {}
+    extra = asked.tiles(heads)
+    return {} if extra is None else {"extra": extra[0], "extra_reduction": extra[1]}

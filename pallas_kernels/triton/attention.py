@@ -20,8 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from ..arrays import after_last
 from ..quantized import QuantizedArray
+from ..slot_attention.asked import ExtraReduction, ExtraRows
 from ..softmax import finite_or_zero
-from .attention_kernel import SCANNED, ExtraReduction, ExtraRows, attend_kernel
+from .attention_kernel import SCANNED, attend_kernel
 from .blocks import Blocks, Work, measured, power_of_two, small_cores
 from .codes import code_rows
 from .common import PROGRAMS

@@ -5,47 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from ..quantized import QuantizedArray
+from ..slot_attention.asked import ExtraReduction
 from ..softmax import capped, finite_or_zero
 from .blocks import Blocks, power_of_two
 from .codes import IntegerRows, context_of, copies, groups_of, weighted_codes
 from .common import channel_slices, dequantize_tile, product, tiles_per_number
 
 SCANNED = 256  # positions that a program reads at once to find its last occupied tile; more spill registers
-
-
-class ExtraRows(NamedTuple):
-    """Query rows of earlier steps. The kernel computes their weights on the slots, and no context.
-
-    Attributes:
-        lse: the log-sum-exp of each row's own step; +inf makes all weights of a row 0.
-    """
-
-    queries: Float[Array, "B H X D"]
-    lse: Float[Array, "B H X"]
-    positions: Int[Array, "B X"]
-
-
-class ExtraReduction(NamedTuple):
-    """Reduces the weights of extra rows to one number per slot: over tiles of rows, then over the rows of a tile.
-
-    Attributes:
-        size: rows per tile, a power of two >= 16 that divides the number of rows.
-        tiles: "sum" or "max".
-        rows: "sum" or "max".
-    """
-
-    size: int
-    tiles: str
-    rows: str
 
 
 def attend_kernel(

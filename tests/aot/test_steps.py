@@ -69,6 +69,16 @@ def test_kernels_of_a_step_on_a_gpu(policy: str, batch: int, most: int) -> None:
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("policy", part(["full", "h2o:budget=2048", POOL], [POOL]))
+def test_a_step_by_mosaic_gpu_is_in_one_graph(policy: str) -> None:
+    """Attention is by its kernels alone: also what slots receive, earlier queries and segments."""
+    with kvjax.pallas_kernels.use("mosaic_gpu"):
+        found = answering("h200:1", llama(2, 4096, 14_336, 32), parse(policy), 8, 1)
+    assert not found.outside
+    assert set(re.findall(r'custom_call_target="([^"]*)"', found.hlo)) == {"mosaic_gpu_v2"}
+
+
+@pytest.mark.aot
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_pool_under_morphkv_reads_its_keys_once(batch: int) -> None:

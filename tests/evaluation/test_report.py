@@ -226,8 +226,8 @@ def test_p_values_are_those_of_scipy(examples: int) -> None:
 
 def test_costs(results: Results) -> None:
     rows = {row[:2]: row[2:] for row in tables.costs(results, "after").rows}
-    assert rows["snapkv", "50 % kept"] == ("50.0", "0.025", "0.500", "", "20")  # one prefill serves both budgets
-    assert rows["full", "no budget"] == ("100.0", "0.05", "1.000", "2.5", "20")
+    assert rows["snapkv", "50 % kept"] == ("50.0", "0.025", "0.500", "12", "", "20")  # one prefill serves both budgets
+    assert rows["full", "no budget"] == ("100.0", "0.05", "1.000", "12", "2.5", "20")
 
 
 def test_the_share_of_a_full_cache_counts_the_answers_that_both_gave(tmp_path: Path) -> None:
@@ -236,6 +236,11 @@ def test_the_share_of_a_full_cache_counts_the_answers_that_both_gave(tmp_path: P
     assert {row[0]: row[4] for row in tables.costs(found, "after").rows} == {"full": "1.000", "h2o": "0.500"}
     (alone,) = read_results([write(tmp_path / "alone", {("h2o", 0.5): {KEYS: [[1]]}})])
     assert tables.costs(alone, "after").rows[0][4] == ""
+
+
+def test_published_results_have_no_lengths_of_answers(tmp_path: Path) -> None:
+    (found,) = read_results([write(tmp_path / "run", tokens=[])])
+    assert {row[5] for row in tables.costs(found, "after").rows} == {""}
 
 
 def test_a_full_cache_that_reserves_nothing_has_no_share(tmp_path: Path) -> None:

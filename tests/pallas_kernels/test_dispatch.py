@@ -158,13 +158,13 @@ def test_a_backend_may_be_chosen_alone(operation, two_gpu_backends):
 
 
 def test_an_optional_backend_is_tried_first_if_it_is_chosen(operation, monkeypatch):
-    """It hands on to the others, which alone are tried without a choice. It does not run on another platform."""
+    """It hands on to the others, and follows them without a choice. It does not run on another platform."""
     call = operation(triton=returns("triton"), mosaic_gpu=returns("mosaic_gpu"))
     refused = operation("refused", triton=returns("triton"), mosaic_gpu=refuses("head_dim 80"))
     operation("other", triton=returns("triton"))
     alone = operation("alone", mosaic_gpu=returns("mosaic_gpu"))
-    assert [call(3)[0], alone(3)] == ["triton", 6]
-    assert module.implementation("double") == ("triton", "the platform is gpu")
+    assert [call(3)[0], alone(3)[0]] == ["triton", "mosaic_gpu"]
+    assert module.implementation("double") == ("triton", "the platform is gpu, then mosaic_gpu")
     with pallas_kernels.use("mosaic_gpu"):
         assert call(3) == ("mosaic_gpu", 3, 0, False)
         with pytest.warns(UserWarning, match=r"by mosaic_gpu \(head_dim 80\); using triton$"):

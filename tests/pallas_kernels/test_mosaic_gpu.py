@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
@@ -13,17 +14,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import Asked, QuantizedArray, Reduction
+from kvjax.pallas_kernels import QuantizedArray, Reduction
+from kvjax.pallas_kernels.slot_attention.asked import ExtraReduction, ExtraRows
 from tests.dense import assert_close, attention, context
 from tests.pallas_kernels.cases import Case
-from tests.pallas_kernels.checks import check_slots, jitted, on_gpu
+from tests.pallas_kernels.checks import check_extra, check_segments, check_slots, jitted, on_gpu
 from tests.pallas_kernels.ptx import accelerator, compile_for, read, tool
 from tests.products import part
 
-shared, kernel = (
-    import_module(f"kvjax.pallas_kernels.{name}") for name in ("mosaic_gpu.common", "slot_attention.mosaic_gpu")
+shared, kernel, slot, segment = (
+    import_module(f"kvjax.pallas_kernels.{name}")
+    for name in (
+        "mosaic_gpu.common",
+        "mosaic_gpu.attention",
+        "slot_attention.mosaic_gpu",
+        "segment_attention.mosaic_gpu",
+    )
 )
 INTERPRET = not on_gpu()
+here = partial(jitted, interpret=INTERPRET)
 NAME = "mosaic_gpu_attend_mosaic_gpu_kernel"
 
 
@@ -45,14 +54,44 @@ CASES = [
     Case(256, 5, 1, 136, "bfloat16", window=30),
     Case(64, 4, 1, 40, "bfloat16", huge=True),
     Case(32, 2, 8, 512, "float16", bias="some"),
+    Case(128, 4, 1, 304, "bfloat16", bias="some", window=100, received="mean"),
+    Case(96, 7, 3, 200, "float16", softcap=0.8, received="max"),
+    Case(64, 1, 1, 40, "bfloat16", bias="none", received="sum"),
+]
+EXTRA_CASES = [
+    (Case(64, 4, 1, 200, "bfloat16", bias="some"), 4, Reduction("sum", "sum", "group")),
+    (Case(96, 4, 1, 96, "bfloat16", bias="some"), 25, Reduction("max", "sum", "group")),  # a tile per query head
+    (Case(128, 7, 1, 136, "float16", window=100, received="sum"), 7, Reduction("max", "mean", "group")),
+    (Case(64, 2, 3, 64, "bfloat16", softcap=0.8), 70, Reduction("max", "max", "rows")),  # three tiles
+]
+SEGMENT_CASES = [
+    (Case(64, 4, 3, 0, "bfloat16", softcap=0.8, bias="some"), 2, None),
+    (Case(64, 4, 1, 0, "bfloat16"), 1, (4, Reduction("sum", "sum", "group"))),
+    (Case(128, 1, 1, 0, "float16", window=90), 4, None),
+    (Case(96, 7, 2, 0, "bfloat16", bias="some"), 2, (7, Reduction("max", "mean", "group"))),
 ]
 
 
 @pytest.mark.slow(first=1)
 @pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("case", part(CASES, CASES[:3]), ids=str)
+@pytest.mark.parametrize("case", part(CASES, [*CASES[:3], CASES[8]]), ids=str)
 def test_slot_attention(case: Case) -> None:
-    check_slots(jitted(kernel.slot_attention, interpret=INTERPRET), case)
+    check_slots(here(slot.slot_attention), case)
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize(("case", "count", "reduction"), EXTRA_CASES)
+def test_extra_query_rows(case: Case, count: int, reduction: Reduction) -> None:
+    check_extra(here(slot.slot_attention), case, count, reduction)
+
+
+@pytest.mark.slow(first=2)
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize(("case", "lanes", "extra"), SEGMENT_CASES)
+def test_segment_attention(case: Case, lanes: int, extra: Any) -> None:
+    """Rows of a pool beside a segment hold other numbers, which count nowhere, and logits of no other head change."""
+    check_segments(here(segment.segment_attention), case, lanes, extra=extra, empty=9.0)
 
 
 @pytest.mark.slow
@@ -67,7 +106,7 @@ def test_programs_share_the_occupied_tiles(used: int, splits: int) -> None:
     t = np.full((1, 1), 1024, np.int32)
     products = "lax" if INTERPRET else shared.products_for(4, shared.capability())
     attend = jax.jit(partial(kernel.attend, scale=32**-0.5, products=products, tile=64, splits=splits))
-    out, lse = attend(q.reshape(1, 1, 4, 32), k, v, t, p)
+    out, lse, *_ = attend(q.reshape(1, 1, 4, 32), k, v, t, p)
     weights, expected_lse, _ = attention(q, k, t, p, 32**-0.5)
     assert np.abs(expected_lse).max() > 8
     assert_close(np.asarray(out).reshape(1, 4, 1, 32), context(weights, v), 1e-2, 2e-2)
@@ -82,7 +121,7 @@ def test_tiles_beyond_the_last_occupied_slot_are_not_read() -> None:
     tile, slots = kernel.tile_slots(128), 256
     q = rng.normal(size=(1, 2, 1, 128)).astype(jnp.bfloat16)
     k, v = rng.normal(size=(2, 1, 1, slots, 128)).astype(jnp.bfloat16)
-    call = jax.jit(partial(kernel.slot_attention, scale=0.1, interpret=INTERPRET))
+    call = jax.jit(partial(slot.slot_attention, scale=0.1, interpret=INTERPRET))
     for bound in (tile, tile + 1):
         p = np.where(np.arange(slots) < bound, np.arange(slots), -1)[None, None]
         read_slots = -(-bound // tile) * tile
@@ -121,7 +160,7 @@ def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> 
 def call(q: Any, slots: int, dtype: Any = jnp.bfloat16, **options: Any) -> Any:
     """Calls the kernel with one kv head, if the arguments are not refused."""
     k, t = np.zeros((1, 1, slots, q.shape[-1]), dtype), np.zeros((1, q.shape[2]), np.int32)
-    return kernel.slot_attention(q, k, k, t, np.zeros((1, 1, slots), np.int32), scale=1.0, **options)
+    return slot.slot_attention(q, k, k, t, np.zeros((1, 1, slots), np.int32), scale=1.0, **options)
 
 
 @pytest.mark.parametrize(
@@ -141,25 +180,62 @@ def test_other_arguments_are_refused(shape: Any, slots: int, dtypes: tuple[str, 
         call(np.zeros(shape, jnp.dtype(dtypes[0])), slots, jnp.dtype(dtypes[1]), interpret=True)
 
 
-def test_what_slots_receive_extra_rows_and_codes_are_refused() -> None:
+def test_codes_are_refused() -> None:
     q, t = np.zeros((1, 1, 1, 64), jnp.bfloat16), np.zeros((1, 1), np.int32)
-    asked = Asked(q, np.zeros((1, 1, 1), np.float32), t, Reduction("sum", "sum", "group"))
-    for options in ({"received": "sum"}, {"asked": asked}):
-        with pytest.raises(NotImplementedError, match="what slots receive or earlier queries are asked"):
-            call(q, 8, interpret=True, **options)
     k = jax.eval_shape(lambda: QuantizedArray.of(np.zeros((1, 1, 8, 64), jnp.bfloat16), 8, 32))
     with pytest.raises(NotImplementedError, match="of type QuantizedArray: expected plain arrays"):
-        kernel.slot_attention(q, k, k, t, np.zeros((1, 1, 8), np.int32), scale=1.0, interpret=True)
+        slot.slot_attention(q, k, k, t, np.zeros((1, 1, 8), np.int32), scale=1.0, interpret=True)
 
 
-# (query heads per kv head, queries, channels, slots, batch, bias, window, dtype)
+@dataclass(frozen=True)
+class Problem:
+    """Sizes and options of a kernel that is compiled ahead, for 8 kv heads.
+
+    Attributes:
+        lanes: of a pool, with segments; 8 lanes are slots.
+        extra: extra query rows per kv head.
+    """
+
+    group: int = 4
+    queries: int = 1
+    channels: int = 128
+    slots: int = 2048
+    batch: int = 8
+    bias: bool = False
+    window: int | None = None
+    dtype: Any = jnp.bfloat16
+    lanes: int = 8
+    logits: bool = False
+    extra: int = 0
+
+    def shapes(self) -> dict[str, Any]:
+        B, D, R, X = self.batch, self.channels, self.group * self.queries, self.extra
+        slots = (B, self.lanes, self.slots)
+        return {
+            "q": ((B, 8, R, D), self.dtype),
+            "k": ((*slots, D), self.dtype),
+            "v": ((*slots, D), self.dtype),
+            "q_positions": ((B, self.queries), jnp.int32),
+            "k_positions": (slots, jnp.int32),
+            **({"bias": (slots, jnp.float32)} if self.bias else {}),
+            **({"used": ((B, 8), jnp.int32), "start": ((B, 8), jnp.int32)} if self.lanes < 8 else {}),
+            **({"queries": ((B, 8, X, D), self.dtype), "lse": ((B, 8, X), jnp.float32)} if X else {}),
+            **({"positions": ((B, X), jnp.int32)} if X else {}),
+        }
+
+
 PROBLEMS = {
-    "decode-8b-2k": (4, 1, 128, 2048, 8, False, None, jnp.bfloat16),
-    "decode-70b-128k": (8, 1, 128, 131_072, 1, False, None, jnp.bfloat16),
-    "decode-96-channels-ragged": (7, 1, 96, 2008, 8, True, 4096, jnp.float16),
-    "decode-past-2**31": (4, 1, 128, 131_072, 32, False, None, jnp.bfloat16),
-    "question-8b-2k": (4, 16, 128, 2048, 1, True, 4096, jnp.bfloat16),
-    "decode-256-channels": (4, 1, 256, 2048, 8, False, None, jnp.bfloat16),
+    "decode-8b-2k": Problem(),
+    "decode-70b-128k": Problem(group=8, slots=131_072, batch=1),
+    "decode-96-channels-ragged": Problem(group=7, channels=96, slots=2008, bias=True, window=4096, dtype=jnp.float16),
+    "decode-past-2**31": Problem(slots=131_072, batch=32),
+    "question-8b-2k": Problem(queries=16, batch=1, bias=True, window=4096),
+    "decode-256-channels": Problem(channels=256),
+    "received-8b-2k": Problem(logits=True),
+    "asked-8b-2k": Problem(extra=16),
+    "asked-100-rows": Problem(extra=128, logits=True),
+    "segments-8b": Problem(lanes=2, bias=True, logits=True, extra=16),
+    "segments-70b": Problem(group=8, lanes=1, batch=1, slots=131_072),
 }
 WAYS = (("h200", "wgmma"), ("h200", "mma"), ("b200", "mma"))
 # The first is refused, because it needs too many registers. So does the second; wgmma is used there.
@@ -167,19 +243,17 @@ UNUSED = (("decode-256-channels", "h200", "wgmma"), ("question-8b-2k", "h200", "
 
 
 def compile_problem(problem: str, name: str, products: str, folder: Path) -> None:
-    device = accelerator(name)
-    G, W, D, S, B, bias, window, dtype = PROBLEMS[problem]
-    slots = (B, 8, S)
-    shapes = {
-        "q": ((B, 8, G * W, D), dtype),
-        "k": ((*slots, D), dtype),
-        "v": ((*slots, D), dtype),
-        "q_positions": ((B, W), jnp.int32),
-        "k_positions": (slots, jnp.int32),
-    } | ({"bias": (slots, jnp.float32)} if bias else {})
-    attend = partial(kernel.attend, scale=0.09, window=window, products=products)
+    device, of = accelerator(name), PROBLEMS[problem]
+
+    def attend(**arrays: Any) -> Any:
+        options: dict[str, Any] = {"scale": 0.09, "window": of.window, "logits": of.logits, "products": products}
+        if of.extra:
+            options["extra"] = ExtraRows._make(arrays.pop(field) for field in ExtraRows._fields)
+            options["extra_reduction"] = ExtraReduction(16, "sum", "max")
+        return kernel.attend(**arrays, **options)
+
     with jax.default_device(device):  # from which Mosaic reads the compute capability
-        compile_for(device, attend, shapes, folder)
+        compile_for(device, attend, of.shapes(), folder)
 
 
 @pytest.mark.aot
@@ -193,6 +267,7 @@ def compile_problem(problem: str, name: str, products: str, folder: Path) -> Non
             *(("decode-8b-2k", *way) for way in WAYS),
             ("question-8b-2k", "h200", "wgmma"),
             ("decode-96-channels-ragged", "b200", "mma"),
+            ("segments-8b", "h200", "mma"),
         },
     ),
 )

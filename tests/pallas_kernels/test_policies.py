@@ -72,6 +72,22 @@ def test_the_same_tokens(policy: str, kernels: str) -> None:
     np.testing.assert_array_equal(tokens_of(policy, kernels), tokens_of(policy, "reference"))
 
 
+@pytest.mark.long
+@pytest.mark.slow(first=1)
+@pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_tokens_by_mosaic_gpu(policy: str) -> None:
+    """It serves numbers of 16 bits."""
+    config = replace(decoder().config, windows=(None,) * 2, head_dim=64)
+    params = Decoder(config, nnx.Rngs(0), jnp.float16)
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 30))
+    tokens = []
+    for choice in ("reference", "mosaic_gpu" if on_gpu() else "mosaic_gpu-interpret"):
+        with use(choice):
+            tokens.append(kvjax.generate(params, prompts, policy=policy, max_new_tokens=6).tokens)
+    np.testing.assert_array_equal(*tokens)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
 @pytest.mark.parametrize("kernels", KERNELS)

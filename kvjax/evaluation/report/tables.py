@@ -228,9 +228,10 @@ def comparison(results: Results, question: str, policy: str) -> Table | None:
 
 
 def costs(results: Results, question: str) -> Table:
-    """The costs of cells: bytes of the cache, seconds to the first token, and decoded tokens per second.
+    """The costs of cells: bytes of the cache, tokens per answer, seconds to the first token, decoded tokens per second.
 
     The bytes are those that a row reserves, also as a share of what the full cache reserves for the same answers.
+    The tokens, a mean, are left out if the results are published without them.
     The seconds to the first token are left out if several policies or budgets, or several questions that the policy
     sees, use one prefill.
     """
@@ -247,6 +248,7 @@ def costs(results: Results, question: str) -> Table:
             if took.get("shared", budgets) == 1 and (question == "after" or took["answers"] == took["prompts"])
         ]
         speed = decoding_speed(cell.timings)
+        tokens = fmean(len(line["tokens"]) for line in cell.lines)
         rows.append(
             (
                 name.policy,
@@ -254,12 +256,14 @@ def costs(results: Results, question: str) -> Table:
                 f"{100 * (1 - cell.compression):.1f}",
                 f"{fmean(line['kv_bytes_end'] for line in cell.lines) / 1e6:.3g}",
                 "" if share is None else f"{share:.3f}",
+                f"{tokens:.4g}" if tokens else "",
                 f"{np.median(first):.3g}" if first else "",
                 f"{speed:.4g}" if speed else "",
             )
         )
-    headings = ("policy", "budget", "kept %", "MB reserved per row", "of full", "s to first token", "decoded tokens/s")
-    title = f"{results.model}: cache size at the end of an answer, and median times, {MEANING[question]}"
+    bytes_of = ("kept %", "MB reserved per row", "of full")
+    headings = ("policy", "budget", *bytes_of, "tokens per answer", "s to first token", "decoded tokens/s")
+    title = f"{results.model}: cache size at the end of an answer, its length, and median times, {MEANING[question]}"
     return Table(f"costs_{question}", title, headings, tuple(rows))
 
 
