@@ -117,7 +117,7 @@ def refilled(ask: Asker, asked: Sequence[ReadingBatch], policy: Policy, repeats:
         }
 
     def refill() -> Tokens:
-        found = ask.refilled(iter(asked), policy)
+        found = ask.refilled(iter(asked), policy, asked[0].rows)
         return {ended.reading.asks[ended.index].item.example.id: ended.answer.tokens for ended in found}
 
     ratios, lengths = [], np.zeros(0)

@@ -7,7 +7,7 @@
 Prompts are read as `kvjax.generate` reads them, and a row takes the next request as soon as its answer has ended. One
 program runs the steps until an answer ends, so the host takes part once per answer and not once per token. While the
 device works on them, the caller gets the answers that ended before, and the next batch is read if no request waits, so
-that at most one batch waits. Nothing here has a thread.
+that at most one batch waits. No step begins with a free row while there are batches. Nothing here has a thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.clock import Clock, clock_of
 from kvjax.runtime.modes import own_modes
 
-from .resident import Resident, advance_until, answers, place, with_slots
+from .resident import Resident, advance_until, answers, place, repeated, with_slots
 
 STOP_STEPS = 8  # between two looks for stop strings, which only the host finds
 
@@ -142,12 +142,14 @@ class Refill:
     """Rows of one model.
 
     Attributes:
+        rows: how many there are at least. A batch with fewer rows has further ones beside it, for the batches after it.
         clock: adds up the seconds of answering under "decode" and "compile", without those of reading, during which
             rows take steps too.
         steps: the number of decode steps of all rows.
     """
 
-    def __init__(self, params: Decoder) -> None:
+    def __init__(self, params: Decoder, rows: int = 1) -> None:
+        self.rows = rows
         self.clock = Clock()
         self.steps = 0
         self._leaves, self._tree = jax.tree.flatten(params)
@@ -167,16 +169,27 @@ class Refill:
         more, ended = True, list[Ended]()
         while more or ended or self._waiting or any(self._rows):
             self._admit()
+            while more and not self._waiting and None in self._rows:
+                more = self._read(batches, ended)
+                self._admit()
             steps = self._start()
             yield from ended
             ended = []
             if more and not self._waiting:
-                batch = next(batches, None)
-                more = batch is not None
-                if batch is not None:
-                    ended += self._begin(batch)
+                more = self._read(batches, ended)
             if steps is not None:
                 ended += self._finish(*steps)
+
+    def _read(self, batches: Iterator[ReadBatch], ended: list[Ended]) -> bool:
+        """Lets the requests of the next batch wait, and adds those that end with their first token to `ended`.
+
+        Returns:
+            Whether there was a batch.
+        """
+        batch = next(batches, None)
+        if batch is not None:
+            ended += self._begin(batch)
+        return batch is not None
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -212,12 +225,18 @@ class Refill:
         if not self._waiting:
             return
         batch = self._waiting[0][0]
-        if not any(self._rows):  # the batch itself becomes the rows
-            self._resident, self._rows = batch.rows, [None] * batch.rows.limits.size
-            while self._waiting:
-                _, i = self._waiting.popleft()
-                self._rows[i] = batch.requests[i]
-            return
+        if not any(self._rows):
+            size = batch.rows.limits.size
+            times = max(self.rows // size, 1)
+            self._rows = [None] * (size * times)
+            if times == 1:  # the batch itself becomes the rows
+                self._resident = batch.rows
+                while self._waiting:
+                    _, i = self._waiting.popleft()
+                    self._rows[i] = batch.requests[i]
+                return
+            with self._working():
+                self._resident = self._run(repeated, batch.rows, times=times)
         assert self._resident is not None
         if _shapes_of_a_row(self._resident) != _shapes_of_a_row(batch.rows):
             return

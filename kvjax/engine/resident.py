@@ -162,6 +162,12 @@ def place(resident: Resident, read: Resident, source: Int[Array, ""], row: Int[A
     return _on_devices(lambda resident, read: _put(resident, _row(read, source), row[None]), resident, read)
 
 
+@partial(jax.jit, static_argnames="times")
+def repeated(resident: Resident, *, times: int) -> Resident:
+    """So many times the rows. On a mesh, each device repeats those that it holds."""
+    return _on_devices(partial(jax.tree.map, lambda x: jnp.concatenate([x] * times)), resident)
+
+
 @jax.jit
 def taken(resident: Resident, row: Int[Array, ""]) -> tuple[KVCache, Int[Array, "B"]]:
     """The cache of a row, for each part of the batch, and the number of tokens for which it has room."""

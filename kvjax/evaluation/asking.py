@@ -171,13 +171,16 @@ class Asker:
             if state.complete:
                 yield turn.policy, state.answers, state.took
 
-    def refilled(self, batches: Iterable[ReadingBatch], policy: Policy) -> Iterator[Ended]:
+    def refilled(self, batches: Iterable[ReadingBatch], policy: Policy, rows: int) -> Iterator[Ended]:
         """Yields the answers to the questions of many batches under one policy, in the order in which they end.
 
         A row takes the next prompt as soon as its answer has ended. The next batch is taken when a row is free, and
         read as the others are; a reading of each question counts as a batch here.
+
+        Args:
+            rows: how many are answered together, if a batch has no more.
         """
-        reading, refill, decoded = Clock(), Refill(self.params), 0
+        reading, refill, decoded = Clock(), Refill(self.params, rows), 0
 
         def read() -> Iterator[ReadBatch]:
             for batch in batches:

@@ -114,20 +114,20 @@ def batches(made: Sequence[Reading], most: Callable[[Reading], int], multiple: i
     groups: dict[tuple[int, ...], list[Reading]] = {}
     of_size: Counter[int] = Counter()
     for reading in made:
-        lead, tail = map(_power_of_two, reading.longest)
+        lead, tail = map(power_of_two, reading.longest)
         read_in_two = reading.asks[0].lead.size > 0
         key = (reading.size, read_in_two, lead, tail, len(reading.asks), reading.new_tokens, reading.refilled)
         groups.setdefault(key, []).append(reading)
         of_size[reading.size] += 1
     found = []
     for (size, *_), group in sorted(groups.items(), key=lambda pair: pair[0], reverse=True):
-        enough = _power_of_two(of_size[size])  # counted over all groups of a size, so that they share programs
+        enough = power_of_two(of_size[size])  # counted over all groups of a size, so that they share programs
         rows = -(-min(most(group[0]), enough) // multiple) * multiple
         found += [ReadingBatch(tuple(group[i : i + rows]), rows) for i in range(0, len(group), rows)]
     return found
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The smallest power of two that is not below n; 0 for 0. Questions of other lengths are in one batch then."""
     return 1 << (n - 1).bit_length() if n else 0
 

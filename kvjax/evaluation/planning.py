@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from kvjax.cache import bucket, room_for
-from kvjax.evaluation.batches import Reading, ReadingBatch, batches, readings
+from kvjax.evaluation.batches import Reading, ReadingBatch, batches, power_of_two, readings
 from kvjax.evaluation.entries import Cell
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal
@@ -155,6 +155,14 @@ class RunPlan:
             else:
                 shared.append([batch])
         return [tuple(sorted(together, key=lambda batch: -batch.rows)) for together in shared]
+
+    def rows_together(self, batches: Sequence[ReadingBatch], policy: Policy) -> int:
+        """The number of rows that batches share: one for each question, as far as the rows fit into the memory."""
+        readings = [reading for batch in batches for reading in batch.readings]
+        longest = max(readings, key=lambda reading: reading.size)
+        questions = power_of_two(sum(len(reading.asks) for reading in readings))
+        rows = min(self._rows(longest, policy), questions)
+        return max(rows // self.grid.mesh[0] * self.grid.mesh[0], *(batch.rows for batch in batches))
 
     def _divided(self, cells: Sequence[PlannedCell]) -> Iterator[Sweep]:
         """Divides cells with the same batches into sweeps whose caches fit into the memory."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import jax
 
 from kvjax import __version__
+from kvjax.checks import LARGEST
 from kvjax.evaluation.asking import Answer, Answers, Ended, Took
 from kvjax.evaluation.batches import Ask, Reading, ReadingBatch, halves
 from kvjax.evaluation.entries import Cell
@@ -28,7 +29,7 @@ class Answering(Protocol):
 
     def __call__(self, batch: ReadingBatch, policies: Sequence[Policy]) -> Iterator[tuple[int, Answers, Took]]: ...
 
-    def refilled(self, batches: Iterable[ReadingBatch], policy: Policy) -> Iterator[Ended]: ...
+    def refilled(self, batches: Iterable[ReadingBatch], policy: Policy, rows: int) -> Iterator[Ended]: ...
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,12 @@ class Sweeping:
     def _refilled(self, asked: Sequence[Asked]) -> Iterator[Part]:
         """Answers the batches of one cell in rows that are refilled."""
         cell, waiting = asked[0][1][0], [batch for batch, _ in reversed(asked)]
+        policy = cell.build()
         while waiting:
             taken: list[ReadingBatch] = []
+            rows = min(self.plan.rows_together(waiting, policy), self.most_rows or LARGEST)
             try:
-                for ended in self.ask.refilled(self._taken(waiting, taken), cell.build()):
+                for ended in self.ask.refilled(self._taken(waiting, taken), policy, rows):
                     timing = None
                     if ended.took is not None:
                         taken[:] = [batch for batch in taken if batch is not ended.batch]
@@ -112,7 +115,7 @@ class Sweeping:
             else:
                 continue
             left = taken or [waiting.pop()]
-            if not (full and self._halve_rows(cell, left[0])):
+            if not (full and self._halve_rows(cell, replace(left[0], rows=max(rows, left[0].rows)))):
                 self.say(f"{name_of(cell)}: {problem}; the run asks {len(left)} batches one by one")
             yield from self._padded([(batch, [cell]) for batch in left])
 

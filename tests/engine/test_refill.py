@@ -134,6 +134,18 @@ def test_batches_of_other_sizes_share_the_rows(params: Decoder, text: str, order
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("data", [1, 2])
+def test_small_batches_have_rows_for_later_ones_beside_them(params: Decoder, data: int) -> None:
+    """Three batches of four answers, one row of which is left over, are answered together in twelve rows."""
+    given, policy = prompts(11), parse("morphkv:budget=16,window=4")
+    whole = generated(params, given, policy=policy, eos=())
+    params = kvjax.shard(params, kvjax.make_mesh(data=data)) if data > 1 else params
+    refill = Refill(params, rows=3 * ROWS + 1)
+    assert {one.name: one.tokens for one in refill.run(batches(params, given, policy=policy, eos=()))} == whole
+    assert refill.steps < 1.5 * NEW
+
+
+@pytest.mark.slow
 def test_single_tokens_take_no_row(params: Decoder) -> None:
     given, refill = prompts(11), Refill(params)
     one = ReadBatch.of(params, given, range(11), max_new_tokens=1)

@@ -135,7 +135,7 @@ def test_answers_end_at_the_tokens_of_the_checkpoint(params: Decoder, tmp_path: 
     assert cut[0][-1] == said != END
     assert len(cut[0]) < len(whole[0])
     assert [answer.tokens for mine in answered(ask, batch, policy) for answer in mine] == cut
-    assert sorted(ended.answer.tokens for ended in ask.refilled([batch], policy)) == sorted(cut)
+    assert sorted(ended.answer.tokens for ended in ask.refilled([batch], policy, 1)) == sorted(cut)
 
 
 @pytest.mark.slow

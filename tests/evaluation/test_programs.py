@@ -114,7 +114,7 @@ def test_answers_of_a_sweep_that_forgets_programs(question: str, compiled: list[
     def answers() -> list:
         padded = [[a.tokens for mine in found for a in mine] for _, found, _ in ask(batch, policies)]
         refilled = {
-            (e.reading.asks[0].item.example.id, tuple(e.answer.tokens)) for e in ask.refilled([batch], policies[0])
+            (e.reading.asks[0].item.example.id, tuple(e.answer.tokens)) for e in ask.refilled([batch], policies[0], 1)
         }
         return [padded, refilled]
 

@@ -39,12 +39,14 @@ class Rows:
         self.before = before
         self.padded: list[ReadingBatch] = []
         self.read: list[ReadingBatch] = []
+        self.rows: set[int] = set()
 
     def __call__(self, batch: ReadingBatch, policies: Any) -> Any:
         self.padded.append(batch)
         return right(batch, policies)
 
-    def refilled(self, batches: Iterable[ReadingBatch], policy: Any) -> Iterator[Ended]:
+    def refilled(self, batches: Iterable[ReadingBatch], policy: Any, rows: int) -> Iterator[Ended]:
+        self.rows.add(rows)
         open_: list[ReadingBatch] = []
         for batch in batches:
             self.before(batch)
@@ -138,6 +140,7 @@ def test_out_of_memory_halves_the_rows(tmp_path: Path, expected: bytes) -> None:
     assert notes.said[0] == "full: out of memory with 4 prompts; the run continues with 2"
     assert len(notes.said) == len(plan(REFILLED).sweeps)
     assert {batch.rows for batch in [*rows.read, *rows.padded]} == {2}
+    assert rows.rows == {4, 2}
     assert (tmp_path / "rows" / "results.jsonl").read_bytes() == expected
 
 
@@ -184,6 +187,14 @@ def test_batches_share_rows_if_their_lengths_are_alike_and_the_memory_holds_the_
     row = plan(GRID.but(refill=True), items).row_bytes(readings(items[1:2], "before")[0], [parse("full")])
     assert read(batch=4, memory_gb=4.1 * row / 1e9) == read(batch=4)
     assert read(batch=4, memory_gb=3.9 * row / 1e9) != read(batch=4)
+
+    def together(**fields: Any) -> list[int]:
+        ready = plan(GRID.but(policies=["full"], question="before", refill=True, **fields), items)
+        return [ready.rows_together(sweep.batches, parse("full")) for sweep in ready.sweeps]
+
+    assert together(batch=4) == [1, 4, 1]
+    assert together(batch=16) == [1, 8, 1]  # six prompts of sizes with at most four each
+    assert together(batch=16, memory_gb=5 * row / 1e9) == [1, 4, 1]
 
 
 def test_values_of_latents_take_memory_where_a_policy_changes_entries() -> None:
