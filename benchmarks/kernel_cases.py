@@ -154,13 +154,14 @@ def cases(small: bool) -> Iterator[Case]:
         )
     coded = [(2, 4, 256)] if small else [(8, 4, 2048), (8, 4, 32_768), (1, 8, 131_072)]
     for bits, (batch, group, slots) in itertools.product((8, 4), coded):
-        yield Case(
+        case = Case(
             "slot_attention",
             {"batch": batch, "group": group, "slots": slots, "bits": bits},
             partial(attention, scale=scale),
             partial(codes_of, bits=bits, batch=batch, heads=HEADS, slots=slots, rows=1, group=group, dtype=dtype),
             (2 * batch * HEADS * slots * (DIM * bits // 8 + 2 * DIM // PER_SCALE), "bytes"),
         )
+        yield from beside_mosaic_gpu(case)
     for batch, slots, asked in [(2, 256, 4)] if small else [(8, 2048, 4), (8, 2048, 25), (8, 32_768, 25)]:
         facts = {"batch": batch, "group": 4, "slots": slots}
         nbytes = 2 * batch * HEADS * slots * DIM * width

@@ -7,6 +7,7 @@ memory meanwhile. The programs of a head are joined by their log-sum-exps.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..arrays import after_last, fold, pad
+from ..quantized import QuantizedArray
 from ..segment_attention.pages import PAGE
 from ..slot_attention.asked import ExtraReduction, ExtraRows
 from ..softmax import finite_or_zero
@@ -125,8 +127,8 @@ def attend(
         extra_tiles = ExtraRows._make(plgpu.SMEM(*kind) for kind in kinds)
     given: dict[str, Any] = {
         "q": pad(q, written - R, 2),
-        "k": k,
-        "v": v,
+        "k": by_group(k),
+        "v": by_group(v),
         "q_positions": t,
         "k_positions": p,
         "newest": newest,
@@ -146,8 +148,10 @@ def attend(
     scratch: dict[str, Any] = {
         "q_tile": plgpu.SMEM((rows, D), q.dtype),
         "t_tile": None if one else plgpu.SMEM((rows,), jnp.int32),
-        "k_tiles": plgpu.SMEM((STAGES, tile, D), k.dtype),
-        "v_tiles": plgpu.SMEM((STAGES, tile, D), v.dtype),
+        "k_tiles": tiles_of(given["k"], tile),
+        "v_tiles": tiles_of(given["v"], tile),
+        "k_numbers": plgpu.SMEM((tile, D), q.dtype) if isinstance(k, QuantizedArray) else None,
+        "v_numbers": plgpu.SMEM((tile, D), q.dtype) if isinstance(v, QuantizedArray) else None,
         "slot_tiles": [plgpu.SMEM((STAGES, tile), given[x].dtype) for x in ("k_positions", "bias") if x in given],
         "weights_tile": None if products == "wgmma" else plgpu.SMEM((rows, tile), v.dtype),
         "extra_tiles": extra_tiles,
@@ -156,8 +160,8 @@ def attend(
         "out_tile": plgpu.SMEM((rows, width), out_dtype),
         "lse_tile": plgpu.SMEM((rows,), jnp.float32),
         "q_here": plgpu.Barrier(num_arrivals=2 - one + (0 if extra_tiles is None else tiles[0] + 2)),
-        "k_here": plgpu.Barrier(num_arrivals=1 + (1 if bias is None else 2), num_barriers=STAGES),
-        "v_here": plgpu.Barrier(num_barriers=STAGES),
+        "k_here": plgpu.Barrier(num_arrivals=len(jax.tree.leaves(k)) + (1 if bias is None else 2), num_barriers=STAGES),
+        "v_here": plgpu.Barrier(num_arrivals=len(jax.tree.leaves(v)), num_barriers=STAGES),
     }
     found = plgpu.kernel(
         partial(
@@ -181,6 +185,20 @@ def attend(
     out, lse = join(found["out"][:, :, :, :R], found["lse"][:, :, :, :R], q.dtype)
     met = found["logits"][:, :, :T, :R].swapaxes(2, 3) if logits else None
     return AttendOutput(out, lse, met, None if extra is None else found["scores"][:, :, :T])
+
+
+def by_group(x: Any) -> Any:
+    """Keys or values as the kernel gets them: scales of codes as [B, P, groups, T], because TMA copies 16 bytes."""
+    return replace(x, scales=x.scales.swapaxes(2, 3)) if isinstance(x, QuantizedArray) else x
+
+
+def tiles_of(x: Any, tile: int) -> Any:
+    """Shared memory for tiles of keys or values."""
+    if not isinstance(x, QuantizedArray):
+        return plgpu.SMEM((STAGES, tile, x.shape[-1]), x.dtype)
+    codes: Any = plgpu.SMEM((STAGES, tile, x.codes.shape[-1]), jnp.int8)
+    scales: Any = plgpu.SMEM((STAGES, x.scales.shape[2], tile), x.scales.dtype)
+    return replace(x, codes=codes, scales=scales)
 
 
 def join(

@@ -12,12 +12,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from ..quantized import QuantizedArray
 from ..segment_attention.pages import PAGE
 from ..softmax import finite_or_zero
 from .common import Products, over, product
 
 STAGES = 2  # tiles in shared memory; two programs of a core have four in flight
 LOG2E = math.log2(math.e)
+
+
+def dequantize(codes: QuantizedArray, stage: Any, tile_ref: Any) -> None:
+    """Writes the numbers of a tile of codes. Each part of the channels has one scale, and lies in one half of bytes."""
+    groups, halves = codes.scales.shape[1], 8 // codes.bits
+    parts = max(groups, halves)
+    width = tile_ref.shape[1] // parts
+    for i in range(parts):
+        half, place = divmod(i, parts // halves)
+        part = codes.codes[stage, :, pl.ds(place * width, width)]
+        if codes.bits == 8:
+            part = part.astype(tile_ref.dtype)
+        elif half:  # bytes have operations on bits alone
+            part = (part & -16).astype(tile_ref.dtype) * (1 / 16)
+        else:
+            part = ((part ^ 8) & 15).astype(tile_ref.dtype) - 8
+        numbers = part * over(codes.scales[stage, i * groups // parts], part.shape, 0)
+        tile_ref[:, pl.ds(i * width, width)] = numbers.astype(tile_ref.dtype)
+    plgpu.commit_smem()
 
 
 def attend_kernel(
@@ -35,6 +55,8 @@ def attend_kernel(
     t_tile: Any,
     k_tiles: Any,
     v_tiles: Any,
+    k_numbers: Any,
+    v_numbers: Any,
     slot_tiles: list[Any],
     weights_tile: Any,
     extra_tiles: Any,
@@ -58,7 +80,7 @@ def attend_kernel(
     s, h, b = (jax.lax.axis_index(name) for name in ("split", "head", "batch"))
     heads_per_lane = given["q"].shape[1] // given["k"].shape[1]
     lane = h if heads_per_lane == 1 else jax.lax.div(h, heads_per_lane)
-    (rows, D), tile = q_tile.shape, k_tiles.shape[1]
+    (rows, D), tile = q_tile.shape, slot_tiles[0].shape[1]
     given_rows = given["q"].shape[2]
     parts: list[Any] = [pl.ds(c, min(width, D - c)) for c in range(0, D, width)]
     used = jnp.where(given["newest"][b] >= 0, given["used"][b, h], 0)
@@ -67,12 +89,28 @@ def attend_kernel(
     first, last = jax.lax.div(tiles * s, splits), jax.lax.div(tiles * (s + 1), splits)
     per_slot = [given[name] for name in ("k_positions", "bias") if name in given]
 
+    def fetch_numbers(x: Any, tiles_of: Any, stage: Any, place: Any, here: Any) -> None:
+        """Copies a tile of keys or values, or of codes and their scales."""
+        if isinstance(x, QuantizedArray):
+            of_slots: Any = x.codes.at[b, lane, place], x.scales.at[b, lane, :, place]
+            for ref, tile_ref in zip(of_slots, (tiles_of.codes, tiles_of.scales), strict=True):
+                plgpu.copy_gmem_to_smem(ref, tile_ref.at[stage], here.at[stage])
+        else:
+            plgpu.copy_gmem_to_smem(x.at[b, lane, place], tiles_of.at[stage], here.at[stage])
+
+    def numbers(tiles_of: Any, stage: Any, tile_ref: Any) -> Any:
+        """The reference to a tile of keys or values. Codes are dequantised to `tile_ref` first."""
+        if isinstance(tiles_of, QuantizedArray):
+            dequantize(tiles_of, stage, tile_ref)
+            return tile_ref
+        return tiles_of.at[stage]
+
     def fetch(j: Any) -> None:
         stage, place = jax.lax.rem(j, STAGES), pl.ds(pl.multiple_of(start + j * tile, PAGE), tile)
-        plgpu.copy_gmem_to_smem(given["k"].at[b, lane, place], k_tiles.at[stage], k_here.at[stage])
+        fetch_numbers(given["k"], k_tiles, stage, place, k_here)
         for ref, tiles_of in zip(per_slot, slot_tiles, strict=True):
             plgpu.copy_gmem_to_smem(ref.at[b, lane, place], tiles_of.at[stage], k_here.at[stage])
-        plgpu.copy_gmem_to_smem(given["v"].at[b, lane, place], v_tiles.at[stage], v_here.at[stage])
+        fetch_numbers(given["v"], v_tiles, stage, place, v_here)
 
     plgpu.copy_gmem_to_smem(given["q"].at[b, h], q_tile.at[pl.ds(0, given_rows)], q_here)
     if t_tile is not None:
@@ -122,9 +160,8 @@ def attend_kernel(
         weights = jnp.exp2(logits_of(found, j, t, 0) - lse * LOG2E)
         return jnp.maximum(scores, weights) if extra_reduction.tiles == "max" else scores + weights
 
-    def by_slot(j: Any) -> None:
+    def by_slot(j: Any, keys: Any) -> None:
         """Writes logits and scores of tile j: products of keys with queries, so that slots are rows."""
-        keys = k_tiles.at[jax.lax.rem(j, STAGES)]
         plgpu.wait_smem_to_gmem(0)  # of the tile before
         if logits_tile is not None:
             found = product(keys, q_tile, products, transposed=True)
@@ -144,22 +181,24 @@ def attend_kernel(
         out, total, peak = running
         stage = jax.lax.rem(j, STAGES)
         plgpu.barrier_wait(k_here.at[stage])
+        keys = numbers(k_tiles, stage, k_numbers)
         if logits_tile is not None or scores_tile is not None:
-            by_slot(j)
-        found = product(q_tile, k_tiles.at[stage], products, transposed=True)
+            by_slot(j, keys)
+        found = product(q_tile, keys, products, transposed=True)
         logits = logits_of(found, j, positions(found.shape, 0), 1)
         higher = jnp.maximum(peak, jnp.max(logits, axis=1))
         finite = finite_or_zero(higher)
         weights = jnp.exp2(logits - over(finite, (rows, tile), 0))
         shrink = jnp.exp2(peak - finite)
         total = total * shrink + jnp.sum(weights, axis=1)
-        weights = weights.astype(v_tiles.dtype)
+        weights = weights.astype(q_tile.dtype)
         if weights_tile is not None:  # a warp computed the weights of some slots, and needs those of all
             weights_tile[...] = weights
             weights = weights_tile
         plgpu.barrier_wait(v_here.at[stage])
+        values = numbers(v_tiles, stage, v_numbers)
         out = [
-            x * over(shrink, x.shape, 0) + product(weights, v_tiles.at[stage, :, part], products)
+            x * over(shrink, x.shape, 0) + product(weights, values.at[:, part], products)
             for x, part in zip(out, parts, strict=True)
         ]
         pl.when(j + STAGES < last)(partial(fetch, j + STAGES))

@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from ..quantized import QuantizedArray
+
 # What multiplies matrices: instructions of a warp (mma), for 16 rows or more, which need JAX 0.11; instructions of four
 # warps (wgmma), for 64 rows, which only Hopper has; or XLA (lax), where a kernel is interpreted.
 Products = Literal["mma", "wgmma", "lax"]
@@ -60,8 +62,15 @@ def check(q: Any, k: Any, v: Any, *, rows: int) -> None:
         rows: query rows per kv head.
     """
     for x in (k, v):
-        if not isinstance(x, jax.Array | np.ndarray):
-            raise NotImplementedError(f"keys and values of type {type(x).__name__}: expected plain arrays")
+        if isinstance(x, QuantizedArray):
+            parts = parts_of(x)
+            if parts % (8 // x.bits) or x.shape[-1] // parts % 32:
+                raise NotImplementedError(
+                    f"{x.scales.shape[-1]} scales of {x.shape[-1]} channels in {x.bits} bits: expected one for a "
+                    f"multiple of 32 channels, all in one half"
+                )
+        elif not isinstance(x, jax.Array | np.ndarray):
+            raise NotImplementedError(f"keys and values of type {type(x).__name__}: expected arrays or codes")
     kinds = {jnp.dtype(x.dtype).name for x in (q, k, v)}
     if len(kinds) > 1 or not kinds <= {"bfloat16", "float16"}:
         raise NotImplementedError(f"dtypes {', '.join(sorted(kinds))}: expected one of bfloat16 and float16")
@@ -71,6 +80,11 @@ def check(q: Any, k: Any, v: Any, *, rows: int) -> None:
         raise NotImplementedError(f"{k.shape[2]} slots: expected a multiple of 8")
     if rows > MOST_ROWS:
         raise NotImplementedError(f"{rows} query rows per kv head: expected at most {MOST_ROWS}")
+
+
+def parts_of(x: QuantizedArray) -> int:
+    """The number of parts of the channels of codes, each of which has one scale and lies in one half of the bytes."""
+    return max(x.scales.shape[-1], 8 // x.bits)
 
 
 def product(x: Any, y: Any, products: Products, *, transposed: bool = False) -> Float[Array, "rows columns"]:

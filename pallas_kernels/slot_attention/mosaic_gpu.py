@@ -34,10 +34,10 @@ def slot_attention(
     """Computes what the reference defines.
 
     Raises:
-        NotImplementedError: for quantised keys and values; for values with another number of channels than keys; for
-            dtypes that differ or are neither bfloat16 nor float16; for a D that is no multiple of 32 or above 256; for
-            an S that is no multiple of 8; for more query rows per kv head than MOST_ROWS, or than MOST_SUMS allows; for
-            a GPU before Hopper, and for Blackwell under a JAX before 0.11.
+        NotImplementedError: for values with another number of channels than keys; for dtypes that differ or are neither
+            bfloat16 nor float16; for a D that is no multiple of 32 or above 256; for codes whose scale is that of fewer
+            than 32 channels; for an S that is no multiple of 8; for more query rows per kv head than MOST_ROWS, or than
+            MOST_SUMS allows; for a GPU before Hopper, and for Blackwell under a JAX before 0.11.
     """
     check_channels(k, v)
     rows, heads = q.shape[1] // k.shape[1] * q.shape[2], k.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -57,18 +58,24 @@ CASES = [
     Case(128, 4, 1, 304, "bfloat16", bias="some", window=100, received="mean"),
     Case(96, 7, 3, 200, "float16", softcap=0.8, received="max"),
     Case(64, 1, 1, 40, "bfloat16", bias="none", received="sum"),
+    Case(128, 4, 1, 304, "bfloat16", bits=8),
+    Case(128, 7, 3, 136, "bfloat16", bits=4, bias="some", window=100, received="max"),
+    Case(256, 2, 1, 48, "float16", bits=8, per_scale=64),
+    Case(128, 1, 1, 72, "bfloat16", bits=4, per_scale=128),  # one scale for both halves
 ]
 EXTRA_CASES = [
     (Case(64, 4, 1, 200, "bfloat16", bias="some"), 4, Reduction("sum", "sum", "group")),
     (Case(96, 4, 1, 96, "bfloat16", bias="some"), 25, Reduction("max", "sum", "group")),  # a tile per query head
     (Case(128, 7, 1, 136, "float16", window=100, received="sum"), 7, Reduction("max", "mean", "group")),
     (Case(64, 2, 3, 64, "bfloat16", softcap=0.8), 70, Reduction("max", "max", "rows")),  # three tiles
+    (Case(64, 2, 1, 72, "bfloat16", bits=8), 4, Reduction("sum", "sum", "group")),
 ]
 SEGMENT_CASES = [
     (Case(64, 4, 3, 0, "bfloat16", softcap=0.8, bias="some"), 2, None),
     (Case(64, 4, 1, 0, "bfloat16"), 1, (4, Reduction("sum", "sum", "group"))),
     (Case(128, 1, 1, 0, "float16", window=90), 4, None),
     (Case(96, 7, 2, 0, "bfloat16", bias="some"), 2, (7, Reduction("max", "mean", "group"))),
+    (Case(128, 2, 1, 0, "bfloat16", bits=4), 2, (4, Reduction("sum", "sum", "group"))),
 ]
 
 
@@ -180,10 +187,18 @@ def test_other_arguments_are_refused(shape: Any, slots: int, dtypes: tuple[str, 
         call(np.zeros(shape, jnp.dtype(dtypes[0])), slots, jnp.dtype(dtypes[1]), interpret=True)
 
 
-def test_codes_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("bits", "per_scale", "reason"),
+    [
+        (8, 16, "4 scales of 64 channels in 8 bits: expected one for a multiple of 32 channels"),
+        (4, 64, None),
+        (4, 16, "4 scales of 64 channels in 4 bits"),
+    ],
+)
+def test_codes_with_many_scales_are_refused(bits: int, per_scale: int, reason: str | None) -> None:
     q, t = np.zeros((1, 1, 1, 64), jnp.bfloat16), np.zeros((1, 1), np.int32)
-    k = jax.eval_shape(lambda: QuantizedArray.of(np.zeros((1, 1, 8, 64), jnp.bfloat16), 8, 32))
-    with pytest.raises(NotImplementedError, match="of type QuantizedArray: expected plain arrays"):
+    k = jax.jit(lambda: QuantizedArray.of(jnp.zeros((1, 1, 8, 64), jnp.bfloat16), bits, per_scale))()
+    with pytest.raises(NotImplementedError, match=reason) if reason else nullcontext():
         slot.slot_attention(q, k, k, t, np.zeros((1, 1, 8), np.int32), scale=1.0, interpret=True)
 
 
@@ -193,6 +208,7 @@ class Problem:
 
     Attributes:
         lanes: of a pool, with segments; 8 lanes are slots.
+        bits: of codes, with a scale for 32 channels; None for keys and values as they are.
         extra: extra query rows per kv head.
     """
 
@@ -207,14 +223,23 @@ class Problem:
     lanes: int = 8
     logits: bool = False
     extra: int = 0
+    bits: int | None = None
+
+    def numbers(self, slots: tuple[int, ...]) -> Any:
+        """The shape of keys or values, or those of their codes and scales."""
+        D, bits = self.channels, self.bits
+        if bits is None:
+            return (*slots, D), self.dtype
+        codes, scales = ((*slots, D * bits // 8), jnp.int8), ((*slots, D // 32), jnp.bfloat16)
+        return QuantizedArray(codes, scales, bits, jnp.dtype(self.dtype))
 
     def shapes(self) -> dict[str, Any]:
         B, D, R, X = self.batch, self.channels, self.group * self.queries, self.extra
         slots = (B, self.lanes, self.slots)
         return {
             "q": ((B, 8, R, D), self.dtype),
-            "k": ((*slots, D), self.dtype),
-            "v": ((*slots, D), self.dtype),
+            "k": self.numbers(slots),
+            "v": self.numbers(slots),
             "q_positions": ((B, self.queries), jnp.int32),
             "k_positions": (slots, jnp.int32),
             **({"bias": (slots, jnp.float32)} if self.bias else {}),
@@ -235,6 +260,9 @@ PROBLEMS = {
     "asked-8b-2k": Problem(extra=16),
     "asked-100-rows": Problem(extra=128, logits=True),
     "segments-8b": Problem(lanes=2, bias=True, logits=True, extra=16),
+    "decode-8-bits": Problem(bits=8),
+    "decode-4-bits": Problem(bits=4),
+    "segments-4-bits": Problem(bits=4, lanes=1, extra=16, logits=True, slots=8192),
     "segments-70b": Problem(group=8, lanes=1, batch=1, slots=131_072),
 }
 WAYS = (("h200", "wgmma"), ("h200", "mma"), ("b200", "mma"))

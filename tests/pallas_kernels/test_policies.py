@@ -75,7 +75,7 @@ def test_the_same_tokens(policy: str, kernels: str) -> None:
 @pytest.mark.long
 @pytest.mark.slow(first=1)
 @pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *QUANTIZED])
 def test_the_same_tokens_by_mosaic_gpu(policy: str) -> None:
     """It serves numbers of 16 bits."""
     config = replace(decoder().config, windows=(None,) * 2, head_dim=64)
