@@ -21,6 +21,7 @@ CHOICES = (
     Choice("a question that comes after, from one reading of the text", "leverage_score:budget={budget}"),
     Choice("a question that comes after, with gates trained for the model", "fastkvzip:budget={budget},recent=16"),
     Choice("long answers in constant memory", "morphkv:budget={budget}"),
+    Choice("problems solved step by step in constant memory", "rkv:budget={budget},every=16"),
     Choice("dialogues in constant memory, where facts are asked for much later", "keydiff_codes:budget={budget}"),
     Choice("half the memory without a loss", "quantize:bits=8"),
 )
