@@ -15,7 +15,7 @@ from jaxtyping import Array
 from ..quantized import QuantizedArray
 from ..segment_attention.pages import PAGE
 from ..softmax import finite_or_zero
-from .common import Products, over, product
+from .common import Products, over, parts_of, product
 
 STAGES = 2  # tiles in shared memory; two programs of a core have four in flight
 LOG2E = math.log2(math.e)
@@ -24,7 +24,7 @@ LOG2E = math.log2(math.e)
 def dequantize(codes: QuantizedArray, stage: Any, tile_ref: Any) -> None:
     """Writes the numbers of a tile of codes. Each part of the channels has one scale, and lies in one half of bytes."""
     groups, halves = codes.scales.shape[1], 8 // codes.bits
-    parts = max(groups, halves)
+    parts = parts_of(groups, codes.bits)
     width = tile_ref.shape[1] // parts
     for i in range(parts):
         half, place = divmod(i, parts // halves)

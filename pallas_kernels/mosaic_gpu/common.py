@@ -63,7 +63,7 @@ def check(q: Any, k: Any, v: Any, *, rows: int) -> None:
     """
     for x in (k, v):
         if isinstance(x, QuantizedArray):
-            parts = parts_of(x)
+            parts = parts_of(x.scales.shape[-1], x.bits)
             if parts % (8 // x.bits) or x.shape[-1] // parts % 32:
                 raise NotImplementedError(
                     f"{x.scales.shape[-1]} scales of {x.shape[-1]} channels in {x.bits} bits: expected one for a "
@@ -82,9 +82,9 @@ def check(q: Any, k: Any, v: Any, *, rows: int) -> None:
         raise NotImplementedError(f"{rows} query rows per kv head: expected at most {MOST_ROWS}")
 
 
-def parts_of(x: QuantizedArray) -> int:
+def parts_of(groups: int, bits: int) -> int:
     """The number of parts of the channels of codes, each of which has one scale and lies in one half of the bytes."""
-    return max(x.scales.shape[-1], 8 // x.bits)
+    return max(groups, 8 // bits)
 
 
 def product(x: Any, y: Any, products: Products, *, transposed: bool = False) -> Float[Array, "rows columns"]:

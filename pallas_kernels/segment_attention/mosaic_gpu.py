@@ -11,7 +11,7 @@ from ..mosaic_gpu.attention import attend
 from ..mosaic_gpu.common import check, products_here
 from ..quantized import QuantizedArray
 from ..slot_attention.asked import Asked
-from ..slot_attention.mosaic_gpu import extra_options
+from ..slot_attention.rows import extra_options
 from .reference import SegmentAttention
 from .rows import segment_attention_by
 

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from ..quantized import QuantizedArray
 from ..slot_attention.asked import Asked
-from ..slot_attention.triton import extra_options
+from ..slot_attention.rows import extra_options
+from ..slot_attention.triton import fitting
 from ..triton.attention import attend
 from ..triton.common import check
 from .reference import SegmentAttention
@@ -42,7 +43,7 @@ def segment_attention(
     check(q, k, v, quantized=True)
     rows, heads = q.shape[1] // start.shape[1] * q.shape[2], start.shape[1]
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
-    options |= {"logits": logits, "asked": asked, "extra": extra_options(asked, rows, k, heads)}
+    options |= {"logits": logits, "asked": asked, "extra": extra_options(fitting(asked, rows, k), heads)}
     return segment_attention_by(
         partial(attend, interpret=interpret), q, k, v, q_positions, k_positions, start, used, **options
     )

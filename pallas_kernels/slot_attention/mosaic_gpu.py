@@ -13,7 +13,7 @@ from ..mosaic_gpu.common import check, products_here
 from ..quantized import QuantizedArray
 from .asked import Asked
 from .reference import SlotAttention
-from .rows import slot_attention_by
+from .rows import extra_options, slot_attention_by
 
 
 def slot_attention(
@@ -46,9 +46,3 @@ def slot_attention(
     options |= {"received": received, "asked": asked, "extra": extra_options(asked, heads)}
     by = partial(attend, products=products_here(rows, interpret=interpret))
     return slot_attention_by(by, q, k, v, q_positions, k_positions, **options)
-
-
-def extra_options(asked: Asked | None, heads: int) -> dict[str, Any]:
-    """The arguments of `attend` for extra query rows; none if there are no rows that one pass can score."""
-    extra = None if asked is None else asked.tiles(heads)
-    return {} if extra is None else {"extra": extra[0], "extra_reduction": extra[1]}

@@ -61,3 +61,9 @@ def slot_attention_by(
     elif asked is not None:
         scores = asked.scores(window_scores, plain(k), k_positions, **options)
     return SlotAttention(results.out.reshape(B, Hq, W, -1), lse, weights, scores)
+
+
+def extra_options(asked: Asked | None, heads: int) -> dict[str, Any]:
+    """The arguments of `attend` for extra query rows; none if there are no rows that one pass can score."""
+    extra = None if asked is None else asked.tiles(heads)
+    return {} if extra is None else {"extra": extra[0], "extra_reduction": extra[1]}

@@ -13,7 +13,7 @@ from ..triton.attention import attend, attend_blocks
 from ..triton.common import check
 from .asked import Asked
 from .reference import SlotAttention
-from .rows import slot_attention_by
+from .rows import extra_options, slot_attention_by
 
 
 def slot_attention(
@@ -40,17 +40,14 @@ def slot_attention(
     check(q, k, v, quantized=True)
     rows, heads = q.shape[1] // k.shape[1] * q.shape[2], k.shape[1]
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
-    options |= {"received": received, "asked": asked, "extra": extra_options(asked, rows, k, heads)}
+    options |= {"received": received, "asked": asked, "extra": extra_options(fitting(asked, rows, k), heads)}
     return slot_attention_by(partial(attend, interpret=interpret), q, k, v, q_positions, k_positions, **options)
 
 
-def extra_options(asked: Asked | None, rows: int, k: Array | QuantizedArray, heads: int) -> dict[str, Any]:
-    """The arguments of `attend` for extra query rows; none if there are no rows that one pass can score.
+def fitting(asked: Asked | None, rows: int, k: Array | QuantizedArray) -> Asked | None:
+    """The extra query rows, if one pass can score them: all attending rows must fit into one block.
 
     Args:
         rows: attending rows per kv head.
     """
-    if asked is None or rows > attend_blocks(rows, k, extra=1).rows:
-        return {}
-    extra = asked.tiles(heads)
-    return {} if extra is None else {"extra": extra[0], "extra_reduction": extra[1]}
+    return None if asked is None or rows > attend_blocks(rows, k, extra=1).rows else asked
