@@ -204,9 +204,10 @@ MODES_OF_THEIR_OWN = (
     "with_room",
 )
 ON_DISK_AND_AHEAD = ("save_cache", "restore_cache", "plan_cache")
+OF_PARAMETERS = ("load", "restore", "save", "save_hf", "shard", "with_gates", "with_statistics")
 
 
-@pytest.mark.parametrize("name", [*MODES_OF_THEIR_OWN, *ON_DISK_AND_AHEAD])
+@pytest.mark.parametrize("name", [*MODES_OF_THEIR_OWN, *ON_DISK_AND_AHEAD, *OF_PARAMETERS])
 def test_public_functions_that_compute_set_the_modes_of_jax(name: str) -> None:
     function = ast.parse(inspect.getsource(getattr(kvjax, name))).body[0]
     assert isinstance(function, ast.FunctionDef)

@@ -5,6 +5,7 @@ The families of `kvjax.models` define the names and layouts of the tensors.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import warnings
@@ -37,11 +38,13 @@ from kvjax.checkpoint.source import Source, source_of
 from kvjax.checkpoint.tensors import (
     DERIVED,
     TensorSpec,
-    as_stored,
     compare,
     files_of,
+    matrices,
     model_dtype,
     parameter_dtypes,
+    unties,
+    warn_untied,
     write_file,
     write_index,
 )
@@ -50,6 +53,7 @@ from kvjax.checks import check_params, check_saved, is_integer, shown
 from kvjax.files.writing import new_folder
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Card, Decoder, by_parameter, by_tensor, family, hf_shapes, read_parameter
+from kvjax.runtime.modes import own_modes
 from kvjax.runtime.progress import tell
 
 if TYPE_CHECKING:
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 5_000_000_000  # the largest size of a file
 
 
+@own_modes()
 def load(
     path_or_hub_id: str | os.PathLike[str],
     dtype: DTypeLike | None = None,
@@ -108,7 +113,10 @@ def load(
     problems: list[str] = []
     with ExitStack() as stack:
         tensors, unreadable = source.open(stack, problems)
-        config = as_stored(tensors, config, source.weights, path)
+        if unties(tensors, config, source.weights):
+            embed, unembed = matrices(config, source.weights)
+            warn_untied(path, unembed, embed)
+            config = dataclasses.replace(config, tie_embeddings=False)
         blank = Blank.of(config, mesh)
         problems += compare(tensors, unreadable, config, blank.shapes, source.weights, source.described)
         if problems:
@@ -142,7 +150,7 @@ def tokenizer_or_warning(source: Source, given: Any) -> Any:
     for problem in problems:
         warnings.warn(
             f"{source.path}: {problem}; the weights are loaded without a tokenizer, and tokenizer= takes another one",
-            stacklevel=3,
+            stacklevel=4,  # which `own_modes` wraps
         )
     return own
 
@@ -152,7 +160,7 @@ def warn_ignored(path: Path, card: Card) -> None:
     if card.ignored:
         warnings.warn(
             f"{path} asks for {', '.join(card.ignored)} when text is generated, which kvjax does not apply",
-            stacklevel=3,
+            stacklevel=4,  # which `own_modes` wraps
         )
 
 
@@ -163,6 +171,7 @@ def check_finite(path: Path, finite: Mapping[str, jax.Array], dtype: DTypeLike) 
         raise CheckpointError(path, [f"NaN or infinity as {jnp.dtype(dtype).name} in tensor(s): {listed(found)}"])
 
 
+@own_modes()
 def save_hf(
     params: Decoder,
     path: str | os.PathLike[str],

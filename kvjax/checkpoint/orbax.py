@@ -37,11 +37,13 @@ from kvjax.checkpoint.tokenizer_files import OWN, check_given, write_tokenizer
 from kvjax.checks import check_params, check_saved, path_of
 from kvjax.files.writing import new_folder
 from kvjax.models import Decoder
+from kvjax.runtime.modes import own_modes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@own_modes()
 def save(
     params: Decoder,
     path: str | os.PathLike[str],
@@ -83,6 +85,7 @@ def write_orbax(params: Decoder, folder: Path, tokenizer: PreTrainedTokenizerBas
             write_tokenizer(folder, tokenizer)
 
 
+@own_modes()
 def restore(
     path: str | os.PathLike[str], dtype: DTypeLike | None = None, mesh: Mesh | None = None, tokenizer: Any = OWN
 ) -> tuple[Decoder, PreTrainedTokenizerBase | None]:

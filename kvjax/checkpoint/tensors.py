@@ -205,26 +205,12 @@ def unties(
     return len(shapes) == 1 and readable and not _equal(*pair)
 
 
-def as_stored(
-    tensors: Mapping[str, Stored],
-    config: DecoderConfig,
-    weights: Callable[[DecoderConfig], list[Weight]],
-    path: Path,
-) -> DecoderConfig:
-    """Returns the config, untied with a warning if the checkpoint has an output matrix that is not the embeddings."""
-    if not unties(tensors, config, weights):
-        return config
-    embed, unembed = matrices(config, weights)
-    warn_untied(path, unembed, embed)
-    return dataclasses.replace(config, tie_embeddings=False)
-
-
 def warn_untied(path: Path, unembed: str, embed: str) -> None:
     """Warns the caller of `load` or `restore`."""
     warnings.warn(
         f"{path}: {unembed} differs from {embed}, but config.json ties them (tie_word_embeddings); both are loaded, "
         "and the model is not tied",
-        stacklevel=4,
+        stacklevel=4,  # which `own_modes` wraps
     )
 
 

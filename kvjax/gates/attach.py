@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from kvjax.checks import check_one_kind, check_params, cut
 from kvjax.mesh.sharding import mesh_of, parameter_sharding, place
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.runtime.modes import own_modes
 
 from .adapters import adapted, adapter_sizes
 from .files import Gates, read_gates
@@ -51,6 +52,7 @@ def _parameter(tensor: Array | np.ndarray) -> nnx.Param:
     return nnx.Param(tensor, out_sharding=("gate",) * tensor.ndim, eager_sharding=False)
 
 
+@own_modes()
 def with_gates(params: Decoder, gates: Gates | str | os.PathLike[str]) -> Decoder:
     """The same parameters with gates beside them, which policies such as `kvzap` and `lookaheadkv` read.
 

@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from kvjax.checks import check_params, checked_size, counted, shown
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.runtime.modes import own_modes
 
 DATA, MODEL, REPLICA = "data", "model", "replica"
 
@@ -146,6 +147,7 @@ def parameter_sharding(mesh: Mesh, parameter: nnx.Variable[Any]) -> NamedShardin
     return logical_sharding(mesh, parameter.get_metadata()["out_sharding"], parameter.shape)
 
 
+@own_modes()
 def shard(params: Decoder, mesh: Mesh) -> Decoder:
     """Returns the same parameters, sharded over a mesh.
 

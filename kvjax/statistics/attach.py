@@ -13,11 +13,13 @@ from jaxtyping import Array, Float
 from kvjax.checks import check_one_kind, check_params
 from kvjax.mesh.sharding import mesh_of, parameter_sharding, place
 from kvjax.models import Decoder
+from kvjax.runtime.modes import own_modes
 
 from .files import read_statistics
 from .forms import STATISTICS
 
 
+@own_modes()
 def with_statistics(
     params: Decoder, statistics: Mapping[str, Float[np.ndarray, "L *rest"]] | str | os.PathLike[str]
 ) -> Decoder:

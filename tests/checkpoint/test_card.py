@@ -166,8 +166,9 @@ def test_answers_end_at_the_tokens_of_the_checkpoint(tmp_path, where):
     first = kvjax.generate(load(tmp_path)[0], prompt, max_new_tokens=4).tokens[0].tolist()
     content = written(tmp_path, where) if where == "config.json" else {}
     (tmp_path / where).write_text(json.dumps(content | {"eos_token_id": [39, first[1]], "no_repeat_ngram_size": 2}))
-    with pytest.warns(UserWarning, match="asks for no_repeat_ngram_size=2 when text is generated"):
+    with pytest.warns(UserWarning, match="asks for no_repeat_ngram_size=2 when text is generated") as told:
         params, _ = load(tmp_path)
+    assert {warning.filename for warning in told} == {__file__}
     length = first.index(first[1]) + 1
     assert kvjax.generate(params, prompt, max_new_tokens=4).tokens[0].tolist() == first[:length]
     assert len(list(kvjax.stream(params, prompt, max_new_tokens=4))) == length

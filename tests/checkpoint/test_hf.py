@@ -98,8 +98,9 @@ def test_output_matrix_beside_tied_embeddings_unties_them_if_it_differs(tmp_path
     edit(tmp_path, lm_head__weight=load_file(tmp_path / WEIGHTS)[EMBED])
     assert_equal(load(tmp_path)[0], params)
     edit(tmp_path, lm_head__weight=np.zeros((40, 16), np.float32))
-    with pytest.warns(UserWarning, match=f"{HEAD} differs from {EMBED}, but config.json ties them"):
+    with pytest.warns(UserWarning, match=f"{HEAD} differs from {EMBED}, but config.json ties them") as told:
         untied = load(tmp_path)[0]
+    assert {warning.filename for warning in told} == {__file__}
     assert not untied.config.tie_embeddings
     assert not np.any(untied.unembed)
     save_hf(untied, tmp_path / "again")
@@ -130,8 +131,9 @@ def test_weights_that_are_not_finite_are_named(folder, number, dtype):
 
 def test_a_tokenizer_that_cannot_be_read_does_not_block_the_weights(folder):
     (folder / "tokenizer.json").write_text("{")
-    with pytest.warns(UserWarning, match="its tokenizer cannot be read: .*loaded without a tokenizer"):
+    with pytest.warns(UserWarning, match="its tokenizer cannot be read: .*loaded without a tokenizer") as told:
         _, tokenizer = load(folder)
+    assert {warning.filename for warning in told} == {__file__}
     assert tokenizer is None
     assert load(folder, tokenizer=None)[1] is None
     given = types.SimpleNamespace(decode=str, eos_token_id=None)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from kvjax.policies import PRESETS
 from tests.patience import PATIENCE
 from tests.policy.small import small
 from tests.products import part
-from tests.tiny import VOCAB, decoder
+from tests.tiny import VOCAB, decoder, random_gates, random_statistics
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "enable_x64": lambda: jax.enable_x64(True),
@@ -130,6 +131,22 @@ def test_a_mesh_that_the_caller_has_set() -> None:
         plain, within = (call(params, answer.cache, last)[0] for call in (kvjax.extend, jax.jit(kvjax.extend)))
         np.testing.assert_allclose(within, plain, rtol=1e-5, atol=1e-6)
         assert jax.sharding.get_mesh() == mesh
+
+
+@pytest.mark.parametrize("mode", [*MODES, "mesh"])
+def test_checkpoints_are_the_same(mode: str, tmp_path: Path) -> None:
+    """Parameters are written and read, sharded and given gates as without the caller's mode."""
+    mesh, plain = kvjax.make_mesh(), decoder()
+    gates, statistics = random_gates(1, 2, 2)[0], random_statistics(plain.config)
+    with jax.set_mesh(mesh) if mode == "mesh" else MODES[mode]():
+        kvjax.save(plain, tmp_path / "orbax")
+        kvjax.save_hf(plain, tmp_path / "hf")
+        found = [kvjax.restore(tmp_path / "orbax")[0], kvjax.load(tmp_path / "hf")[0], kvjax.shard(plain, mesh)]
+        found.append(kvjax.with_statistics(kvjax.with_gates(plain, gates), statistics))
+    for params in found:
+        assert params.embed[...].dtype == np.float32
+        assert str(params.embed[...].sharding) == str(plain.embed[...].sharding) or params is found[2]
+        np.testing.assert_array_equal(kvjax.generate(params, ROWS, **OPTIONS).tokens, tokens("full"))
 
 
 def test_a_program_of_the_caller_has_no_values() -> None:
