@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.evaluation
 from kvjax.policies import PRESETS
 from tests.patience import PATIENCE
 from tests.policy.small import small
@@ -147,6 +148,16 @@ def test_checkpoints_are_the_same(mode: str, tmp_path: Path) -> None:
         assert params.embed[...].dtype == np.float32
         assert str(params.embed[...].sharding) == str(plain.embed[...].sharding) or params is found[2]
         np.testing.assert_array_equal(kvjax.generate(params, ROWS, **OPTIONS).tokens, tokens("full"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("question", ["after", "before"])
+def test_runs_do_not_meet_a_guard_against_transfers(question: str) -> None:
+    asked = {"context": "the code of anna is lamp .", "question": "recall what the code of anna is :", "answers": ["x"]}
+    with jax.transfer_guard("disallow"):
+        results = kvjax.evaluation.run("demo", ["full"], [asked], max_new_tokens=4, question=question)
+    (cell,) = results.cells.values()
+    assert cell.lines[0]["prediction"] == "anna is lamp"
 
 
 def test_a_program_of_the_caller_has_no_values() -> None:
