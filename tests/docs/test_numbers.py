@@ -19,7 +19,14 @@ BOARD, REASONING = DOCS / "results" / "leaderboard", DOCS / "results" / "reasoni
 NAMES = {
     "full cache": "full",
     "defensivekv:level=global": "defensivekv, all layers",
+    "defensivekv:level=global,kernel=31": "defensivekv, all layers, wide",
+    "dynamickv:kernel=31": "dynamickv, wide",
+    "dynamickv:window=32,kernel=31": "dynamickv, wider",
+    "kvcrush on snapkv:kernel=31,pool=avg": "kvcrush on snapkv, wide",
+    "morphkv:window=64": "morphkv, wide",
     "snapkv:kernel=31,pool=avg": "snapkv, wide",
+    "snapkv:kernel=63,pool=avg": "snapkv, wider",
+    "snapkv:window=8,kernel=7,pool=avg": "snapkv, as dynamickv",
     "snapkv with kvpress's window and pooling": "snapkv, kvpress",
     "streaming_llm, prompt only": "streaming_llm, kvpress",
     "tova, prompt only": "tova, kvpress",
@@ -93,8 +100,8 @@ def test_leaderboard(runs: Sequence[str], heading: str) -> None:
     tasks = [task for group in GROUPS for task in group]
     complete = {name.policy for name, cell in results.cells.items() if cell.mean(results.columns) is not None}
     assert sorted(name_of(row[0]) for row in rows) == sorted(complete)
-    means = [float(row[1].partition(" ")[0]) for row in rows]
-    assert means == sorted(means, reverse=True)
+    ranked = [float(row[1].partition(" ")[0]) for row in rows]
+    assert ranked == sorted(ranked, reverse=True)
     for policy, *numbers in rows:
         means = [scores_of(results, name_of(policy), group).partition(" ")[0] for group in GROUPS]
         assert numbers[: 1 + len(GROUPS)] == [scores_of(results, name_of(policy), tasks), *means], policy
@@ -132,6 +139,21 @@ def test_other_shares() -> None:
             found = scores_of(results, name_of(policy), [task], budget)
             if number or policy != "full cache":
                 assert number in (found, found.partition(" ")[0]), (policy, task, budget)
+
+
+def test_the_question_seen() -> None:
+    (results,) = read_results([BOARD / "seen"])
+    two, third = tables_below(DOCS / "leaderboard.md", "The question seen")
+    for policies, *numbers in two:
+        for policy in map(name_of, re.split("; |, (?=`)", policies.partition(", also")[0])):
+            for (task, budget), number in zip([share for share in SHARES if share[1] < 0.5], numbers, strict=True):
+                if number:
+                    assert scores_of(results, policy, [task], budget).partition(" ")[0] == number, (policy, task)
+    for policies, *numbers in third:
+        for policy in map(name_of, policies.split("; ")):
+            for budget, number in zip((0.25, 0.125), numbers, strict=True):
+                if number or policy != "full":
+                    assert scores_of(results, policy, ["niah_multivalue"], budget) == number, (policy, budget)
 
 
 def test_gsm8k() -> None:
