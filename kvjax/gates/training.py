@@ -24,6 +24,7 @@ from kvjax.checks import check_one_kind, installs
 from kvjax.files.saved_caches import fingerprint
 from kvjax.files.writing import check_folder, new_file, write_file
 from kvjax.models import Decoder
+from kvjax.runtime.modes import own_modes
 
 from .files import FILES, Gates, write_gates
 from .objective import Objective, Recipe, Weights
@@ -67,6 +68,7 @@ def _read(path: Path) -> tuple[np.ndarray, ...] | None:
         return None
 
 
+@own_modes()
 def train(
     params: Decoder,
     objective: Objective,

@@ -15,6 +15,7 @@ from kvjax.attend import rotated
 from kvjax.attend.causal import causal
 from kvjax.checks import check_one_kind
 from kvjax.models import AttentionLayer, Decoder
+from kvjax.runtime.modes import own_modes
 
 
 class Moments(NamedTuple):
@@ -41,6 +42,7 @@ class Moments(NamedTuple):
         return [number * x for x in (mean, square, norms, turned_mean, turned_square)]
 
 
+@own_modes()
 def measured(params: Decoder, batches: Iterable[Int[np.ndarray, "B N"]], sinks: int) -> dict[str, np.ndarray]:
     """All `STATISTICS` of the queries of texts.
 

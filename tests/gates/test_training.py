@@ -11,13 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.checkpoint import CheckpointError
 from kvjax.files.texts import Stream
 from kvjax.gates.files import Gates
 from kvjax.gates.objective import Objective, Recipe
 from kvjax.gates.training import train
 from kvjax.models import Decoder
+from kvjax.statistics.measure import measured
 from tests import tiny
+from tests.runtime.test_modes import MODES
 
 
 class KilledError(Exception):
@@ -42,6 +45,18 @@ def run(out: Path, killed_at: int | None = None, params: Decoder | None = None, 
     return train(
         tiny.decoder() if params is None else params, objective, Recipe(8, 1, 8, 0.1), out, facts={}, save_every=2
     )
+
+
+@pytest.mark.parametrize("mode", ["mesh", "enable_x64", "strict promotion of types", "no promotion of ranks"])
+def test_gates_and_statistics_are_the_same_in_the_modes_of_the_caller(mode: str, tmp_path: Path) -> None:
+    params, texts = tiny.decoder(), [np.arange(24)[None] % tiny.VOCAB]
+    plain, sizes = run(tmp_path / "plain"), measured(params, texts, 2)
+    with jax.set_mesh(kvjax.make_mesh()) if mode == "mesh" else MODES[mode]():
+        gates, found = run(tmp_path / "out"), measured(params, texts, 2)
+    for one, other in zip((gates.layers[0], found), (plain.layers[0], sizes), strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
 
 
 def test_damaged_runs_are_refused_or_go_on(tmp_path: Path) -> None:
