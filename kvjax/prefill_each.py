@@ -26,7 +26,7 @@ from kvjax.reading.room import grown, occupied_slots, plan_read
 from kvjax.request.prompts import Prompt
 from kvjax.request.request import Request, as_policy, texts_of
 from kvjax.runtime.clock import Clock, clock_of
-from kvjax.runtime.modes import own_modes
+from kvjax.runtime.modes import in_own_modes, own_modes
 
 
 @own_modes()
@@ -70,7 +70,7 @@ def prefill_each(
         params, prompt, policy=reading, tokenizer=tokenizer, cache=cache, chunk=chunk, compress="never"
     )
     texts = {policy.score: texts_of(policy, tokenizer, params.config.vocab_size) for policy in each}
-    return _in_own_modes(_Reading(params, request, tuple(each), texts, clock).caches())
+    return in_own_modes(_Reading(params, request, tuple(each), texts, clock).caches())
 
 
 @own_modes()
@@ -144,16 +144,6 @@ def _given(policies: Any) -> list[Policy]:
     if len(each) < len(policies):
         raise ValueError("policies has None in it: expected a list of policies or texts")
     return each
-
-
-def _in_own_modes(caches: Iterator[KVCache]) -> Iterator[KVCache]:
-    """The same caches. Between two of them the caller's modes of JAX hold."""
-    while True:
-        with own_modes():
-            cache = next(caches, None)
-        if cache is None:
-            return
-        yield cache
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,11 @@ from kvjax.evaluation.tasks.task import Task
 from kvjax.evaluation.worker import load_asker
 from kvjax.models import Decoder
 from kvjax.policy import Policy
-from kvjax.runtime.modes import own_modes
 
 LOADED = "a loaded model"
 OF_FILES = ("dtype", "gates")  # options of a model that is loaded from files
 
 
-@own_modes()
 def run(
     model: str | os.PathLike[str] | tuple[Decoder, Any],
     policies: Mapping[str, str | Policy] | Sequence[str | Policy],
@@ -78,7 +76,7 @@ def run(
         summary = run_plan(plan, load, Path(folder), watch)
         if summary.errors:
             more = f" (and {len(summary.errors) - 1:,} more)" if len(summary.errors) > 1 else ""
-            warnings.warn(f"{summary.errors[0]}{more}", stacklevel=3)  # the caller of `run`, which `own_modes` wraps
+            warnings.warn(f"{summary.errors[0]}{more}", stacklevel=2)
         (results,) = read_results([folder], {line.task.name: line.task for line in grid.tasks if line.task})
     return results
 

@@ -18,6 +18,7 @@ from kvjax.evaluation.lines import ASKED, Key, Line, checked_scores
 from kvjax.evaluation.planning import RunPlan, about, cell_fields, keys_of, name_of
 from kvjax.policy import Policy
 from kvjax.runtime.memory import out_of_memory
+from kvjax.runtime.modes import in_own_modes
 
 Say: TypeAlias = Callable[[str], None]
 Asked: TypeAlias = tuple[ReadingBatch, Sequence[Cell]]
@@ -94,7 +95,7 @@ class Sweeping:
 
     def answers(self, task: Task) -> Iterator[Part]:
         """Yields the answers of a task as they come."""
-        return self._refilled(task.asked) if task.refilled else self._padded(task.asked)
+        return in_own_modes(self._refilled(task.asked) if task.refilled else self._padded(task.asked))
 
     def _refilled(self, asked: Sequence[Asked]) -> Iterator[Part]:
         """Answers the batches of one cell in rows that are refilled."""

@@ -11,12 +11,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final, TypeVar, cast
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from .memory import memory_errors
+
+T = TypeVar("T")
+END: Final = object()  # of an iterator
 
 _processes: set[int] = set()  # those in which kvjax has run: this one, and whose memory it has
 
@@ -45,6 +48,16 @@ def own_modes() -> Iterator[None]:
         memory_errors(),
     ):
         yield
+
+
+def in_own_modes(values: Iterator[T]) -> Iterator[T]:
+    """The same values, each of which is made in kvjax's modes. Between two of them the caller's hold."""
+    while True:
+        with own_modes():
+            found = next(values, END)
+        if found is END:
+            return
+        yield cast(T, found)
 
 
 def _no_mesh() -> AbstractContextManager[Any]:
