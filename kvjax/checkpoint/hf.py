@@ -150,7 +150,7 @@ def tokenizer_or_warning(source: Source, given: Any) -> Any:
     for problem in problems:
         warnings.warn(
             f"{source.path}: {problem}; the weights are loaded without a tokenizer, and tokenizer= takes another one",
-            stacklevel=4,  # which `own_modes` wraps
+            stacklevel=4,  # the caller of `load` or `restore`, which `own_modes` wraps
         )
     return own
 
@@ -160,7 +160,7 @@ def warn_ignored(path: Path, card: Card) -> None:
     if card.ignored:
         warnings.warn(
             f"{path} asks for {', '.join(card.ignored)} when text is generated, which kvjax does not apply",
-            stacklevel=4,  # which `own_modes` wraps
+            stacklevel=4,  # the caller of `load` or `restore`, which `own_modes` wraps
         )
 
 

@@ -210,7 +210,7 @@ def warn_untied(path: Path, unembed: str, embed: str) -> None:
     warnings.warn(
         f"{path}: {unembed} differs from {embed}, but config.json ties them (tie_word_embeddings); both are loaded, "
         "and the model is not tied",
-        stacklevel=4,  # which `own_modes` wraps
+        stacklevel=4,  # the caller of `load` or `restore`, which `own_modes` wraps
     )
 
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax.checkpoint import CheckpointError
 from kvjax.files.texts import Stream
 from kvjax.gates.files import Gates
@@ -47,11 +46,11 @@ def run(out: Path, killed_at: int | None = None, params: Decoder | None = None, 
     )
 
 
-@pytest.mark.parametrize("mode", ["mesh", "enable_x64", "strict promotion of types", "no promotion of ranks"])
+@pytest.mark.parametrize("mode", ["enable_x64", "strict promotion of types", "no promotion of ranks"])
 def test_gates_and_statistics_are_the_same_in_the_modes_of_the_caller(mode: str, tmp_path: Path) -> None:
     params, texts = tiny.decoder(), [np.arange(24)[None] % tiny.VOCAB]
     plain, sizes = run(tmp_path / "plain"), measured(params, texts, 2)
-    with jax.set_mesh(kvjax.make_mesh()) if mode == "mesh" else MODES[mode]():
+    with MODES[mode]():
         gates, found = run(tmp_path / "out"), measured(params, texts, 2)
     for one, other in zip((gates.layers[0], found), (plain.layers[0], sizes), strict=True):
         assert one.keys() == other.keys()
