@@ -111,8 +111,7 @@ def _allocated(cache: KVCache, config: DecoderConfig, room: int) -> Entries:
     policy = cache.policy
     layers = tuple(layer.without_state() if policy.every is None else layer for layer in cache.entries)
     lanes, growing = laid_out(policy, config.num_layers, config.num_kv_heads, ALL_HEADS)
-    rows = pool_rows(policy, cache.kept, config.num_kv_heads, room)
-    return planned_pool(layers, lanes=lanes, rows=rows, room=room, growing=growing)
+    return planned_pool(layers, lanes=lanes, rows=pool_rows(cache, room), room=room, growing=growing)
 
 
 def bytes_per_device(cache: KVCache, config: DecoderConfig, *, data: int = 1, model: int = 1) -> int:

@@ -38,6 +38,10 @@ class RoomMaker:
         return cls(policy, moment, incoming, (policy.every or 0) if evicts else 0)
 
     @property
+    def window(self) -> int | None:
+        return self.moment.window
+
+    @property
     def piecewise(self) -> bool:
         return self.policy.piecewise
 

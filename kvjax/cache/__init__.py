@@ -8,7 +8,7 @@ from .from_keys import FromKeys, Values
 from .layers import Layers
 from .packing import empty_pool, planned_pool
 from .segments import Segments
-from .sizes import UNLIMITED, bucket, room_for
+from .sizes import UNLIMITED, bucket, room_for, rows_to_grow
 from .slots import Settled, Slots, mark
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "mark",
     "planned_pool",
     "room_for",
+    "rows_to_grow",
     "statics",
 ]

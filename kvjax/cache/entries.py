@@ -78,6 +78,10 @@ class MakeRoom(Protocol):
         """The number of entries that leave a full head together; 0 in a layer that grows instead."""
 
     @property
+    def window(self) -> int | None:
+        """The sliding window of the layer; None if there is none."""
+
+    @property
     def piecewise(self) -> bool:
         """Tells whether entries can be judged a piece of each head at a time."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 
 import jax
@@ -19,10 +20,11 @@ from .slots import Slots, slots_third
 def planned_pool(layers: Sequence[Slots], *, lanes: int, rows: int, room: int, growing: int) -> Segments:
     """Returns a pool of the shapes that it has with these layers in it, which do not depend on their entries.
 
-    The arguments are those of `empty_pool`.
+    The arguments are those of `empty_pool`. Sliding windows change no shape.
     """
-    capacity = tuple(layer.capacity for layer in layers)
-    pool = empty_pool(layers[0], capacity, capacity, lanes=lanes, rows=rows, room=room, growing=growing)
+    capacity, windows = tuple(layer.capacity for layer in layers), (None,) * len(layers)
+    shape = {"lanes": lanes, "rows": rows, "room": room, "growing": growing}
+    pool = empty_pool(layers[0], capacity, capacity, windows, **shape)
     return replace(
         pool, per_row=tuple(layer.per_row for layer in layers), merging=tuple(layer.merging for layer in layers)
     )
@@ -32,6 +34,7 @@ def empty_pool(
     like: Slots,
     capacity: tuple[Int[Array, "B H"], ...],
     used: tuple[Int[Array, "B H"], ...],
+    windows: Sequence[int | None],
     *,
     lanes: int,
     rows: int,
@@ -42,17 +45,22 @@ def empty_pool(
 
     Args:
         like: a layer, whose entries have the form of all others. Each head's entries are in its first slots.
-        capacity: of each head of each layer; UNLIMITED for one that can grow.
+        capacity: of each head of each layer; UNLIMITED for one that grows with the answer.
         used: the number of entries of each head of each layer.
+        windows: the sliding window of each layer, beyond which no segment grows.
         lanes: P.
         rows: the number of rows per lane, which must suffice. It is rounded up to whole pages.
-        room: the number of slots for tokens to come in each segment that can grow.
-        growing: the number of segments per lane that can grow.
+        room: the number of slots for tokens to come in each segment that grows.
+        growing: the number of segments per lane that grow.
     """
-    size = tuple(
-        whole_pages(jnp.where(most < UNLIMITED, jnp.maximum(most, held), held + room))
-        for most, held in zip(capacity, used, strict=True)
-    )
+
+    def laid_out(most: Array, held: Array, window: int | None) -> tuple[Array, Array]:
+        """Returns the capacity and the size of a layer's segments."""
+        bound = most if window is None else jnp.minimum(most, jnp.maximum(window, held))
+        rows = jnp.where(most < UNLIMITED, jnp.maximum(bound, held), jnp.minimum(bound, held + room))
+        return bound, whole_pages(rows)
+
+    capacity, size = zip(*starmap(laid_out, zip(capacity, used, windows, strict=True)), strict=True)
     nothing = (None,) * len(size)
 
     def rows_of(x: Any, fill: int = 0) -> Array:

@@ -83,23 +83,23 @@ class MovePages:
         new: tuple[Int[Array, "B H"], ...],
         size: tuple[Int[Array, "B H"], ...],
         shape: tuple[int, ...],
-        added: int,
+        rows: int,
     ) -> MovePages:
         """Plans the move from old starts to new ones.
 
         Args:
             size: of the segments before.
             shape: [B, P, T] of the pool before.
-            added: rows per lane.
+            rows: T of the pool after it.
         """
-        _, P, T = shape
-        page = jnp.arange((T + added) // PAGE)
-        before, after, rows = (_in_order(x, P) // PAGE for x in (old, new, size))
+        P = shape[1]
+        page = jnp.arange(rows // PAGE)
+        before, after, sizes = (_in_order(x, P) // PAGE for x in (old, new, size))
         segment = jnp.sum(page[:, None] >= after[:, :, None], axis=-1) - 1
         offset = page - jnp.take_along_axis(after, segment, axis=-1)
         return cls(
             source=jnp.take_along_axis(before, segment, axis=-1) + offset,
-            kept=offset < jnp.take_along_axis(rows, segment, axis=-1),
+            kept=offset < jnp.take_along_axis(sizes, segment, axis=-1),
         )
 
     def __call__(self, x: Array, fill: int = 0) -> Array:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.pallas_kernels import PAGE
 
 from .entries import MakeRoom, Take
+from .paging import whole_pages
 from .slots import Slots, mark
 
 if TYPE_CHECKING:
@@ -36,11 +37,7 @@ def evicted(pool: Segments, i: int, incoming: Bool[Array, "B"], room: MakeRoom) 
         """Counts entries and finds the first empty row."""
         occupancy, first = found
         entries, slots = _piece(pool, i, j, length, room)
-        empty = (entries.positions < 0) & (slots < pool.size[i][..., None])
-        return (
-            occupancy + entries.occupancy,
-            jnp.minimum(first, jnp.min(jnp.where(empty, slots, none[..., None]), axis=-1)),
-        )
+        return occupancy + entries.occupancy, jnp.minimum(first, _first_empty(pool, i, entries, slots))
 
     occupancy, first = jax.lax.fori_loop(0, pieces, survey, (jnp.zeros_like(none), none))
     full = (occupancy >= pool.capacity[i]) & incoming[:, None]
@@ -68,8 +65,16 @@ def evicted(pool: Segments, i: int, incoming: Bool[Array, "B"], room: MakeRoom) 
         return pool.drop(i, victims), jnp.minimum(first, jnp.min(victims, axis=-1))
     entries, slots = _piece(pool, i, jnp.int32(0), length, room)
     entries = room.release(entries, mark(victims, length))  # other entries than the victims may leave
-    empty = (entries.positions < 0) & (slots < pool.size[i][..., None])
-    return pool.with_layer(i, entries), jnp.min(jnp.where(empty, slots, none[..., None]), axis=-1)
+    return pool.with_layer(i, entries), _first_empty(pool, i, entries, slots)
+
+
+def first_free(pool: Segments, i: int, window: int, room: MakeRoom) -> Int[Array, "B H"]:
+    """Returns the first row of each segment of layer i that is empty or holds an entry that no later query can see.
+
+    Of as many rows as the layer's sliding window has tokens, one is free when a token comes in.
+    """
+    length = min(whole_pages(window), pool.positions.shape[2])
+    return _first_empty(pool, i, *_piece(pool, i, jnp.int32(0), length, room))
 
 
 def observed(pool: Segments, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Segments:
@@ -99,3 +104,9 @@ def _piece(pool: Segments, i: int, j: Array, length: int, room: MakeRoom) -> tup
     """Returns piece j of every segment of layer i, without entries that no later query can see, and its rows."""
     entries = pool.view(i, j * (length // PAGE), length)
     return room.renew(entries), j * length + jnp.arange(length)
+
+
+def _first_empty(pool: Segments, i: int, entries: Slots, slots: Int[Array, "length"]) -> Int[Array, "B H"]:
+    """Returns the first empty row of a piece in each segment of layer i; T where there is none."""
+    empty, beyond = (entries.positions < 0) & (slots < pool.size[i][..., None]), pool.positions.shape[2]
+    return jnp.min(jnp.where(empty, slots, beyond), axis=-1)

@@ -36,8 +36,8 @@ from kvjax.pallas_kernels import (
 from .entries import Entries, MakeRoom, StepAttention, StepQuery, Take, Usage
 from .from_keys import Values, for_attention, in_arrays
 from .paging import MovePages, PutPages, starts, whole_pages
-from .pieces import evicted, observed
-from .sizes import UNLIMITED, bucket
+from .pieces import evicted, first_free, observed
+from .sizes import UNLIMITED, bucket, rows_to_grow
 from .slots import Slots, slots_third
 
 BY_LAYER = ("start", "size", "used", "capacity", "per_row", "merging")  # the fields that have an item for each layer
@@ -56,8 +56,8 @@ class Segments(Entries):
         start: the first row of each segment in its lane, for each layer.
         size: the number of rows of each segment, in whole pages, for each layer.
         used: the number of rows, from the first, beyond which a segment holds nothing, for each layer.
-        capacity: the number of entries that a head may hold before it must evict, for each layer; UNLIMITED where
-            nothing is ever evicted.
+        capacity: the number of entries that a head may hold before it must evict, for each layer; where nothing is ever
+            evicted, the sliding window or UNLIMITED. A segment with fewer rows grows.
         per_slot: the score's state with axes [B, P, T, ...].
         per_row: the score's state with axes [B, H, ...] or [B, Hq, ...], for each layer.
         merging: the merge's state with axes [B, H, ...], for each layer.
@@ -162,7 +162,10 @@ class Segments(Entries):
         return replace(self, per_slot=per_slot, per_row=_put(self.per_row, layer, entries.per_row))
 
     def make_room(self, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Segments, Int[Array, "B H"]]:
-        pool, slot = (self, self.used[i]) if not room.count else evicted(self, i, incoming, room)
+        if room.count:
+            pool, slot = evicted(self, i, incoming, room)
+        else:
+            pool, slot = self, self.used[i] if room.window is None else first_free(self, i, room.window, room)
         return pool, jnp.where(incoming[:, None], slot, pool.size[i])
 
     def write(
@@ -221,7 +224,7 @@ class Segments(Entries):
 
     def usage(self) -> Usage:
         capacity, used, size = (jnp.stack(each, axis=-1) for each in (self.capacity, self.used, self.size))
-        grows = capacity >= UNLIMITED
+        grows = size < capacity
         occupied = jnp.maximum(used, jnp.where(grows, 0, capacity))
         free = jnp.where(grows, size - used, UNLIMITED)
         return Usage(jnp.max(occupied, axis=1), jnp.min(free, axis=1))
@@ -246,7 +249,10 @@ class Segments(Entries):
 
     def growth(self, usage: Usage, room: Sequence[int], *, windows: Sequence[int | None]) -> tuple[int, ...] | None:
         lack = max(room) - min(int(free) for free in usage.free)
-        return None if lack <= 0 else (bucket(lack),)
+        if lack <= 0:
+            return None
+        more, most = whole_pages(bucket(lack)), [None if window is None else whole_pages(window) for window in windows]
+        return more, self.positions.shape[2] + rows_to_grow(more, most, self.kv_heads // self.lanes, self.growing)
 
     def filling(self, grows: Sequence[bool], windows: Sequence[int | None]) -> tuple[bool, ...]:
         return (self.growing > 0,) * len(self)
@@ -276,14 +282,18 @@ class Segments(Entries):
         return [[segment(layer, head) for head in range(heads)] for layer in range(layers)]
 
     def grow(self, size: tuple[int, ...]) -> Segments:
-        """Returns the same entries with `size[0]` more rows, in whole pages, in every segment that can grow."""
-        room = whole_pages(size[0])
+        """Returns the same entries with more rows.
+
+        Args:
+            size: (more rows of each segment that grows, up to its capacity; all rows of a lane), in whole pages.
+        """
+        room, rows = size
         sizes = tuple(
-            size + jnp.where(capacity < UNLIMITED, 0, room)
+            jnp.maximum(size, jnp.minimum(size + room, whole_pages(capacity)))
             for size, capacity in zip(self.size, self.capacity, strict=True)
         )
         start = starts(sizes, self.lanes)
-        move = MovePages.of(self.start, start, self.size, self.positions.shape, self.growing * room)
+        move = MovePages.of(self.start, start, self.size, self.positions.shape, rows)
         return replace(
             self,
             longest=None if self.longest is None else self.longest + room,

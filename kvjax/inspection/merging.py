@@ -39,7 +39,7 @@ def into_at_prompt(params: Decoder, full: KVCache) -> Any:
     """
     policy = full.policy
     if policy.allocates:
-        rows = pool_rows(policy, full.kept, params.config.num_kv_heads, room=0)
+        rows = pool_rows(full, room=0)
         return _at_prompt(params, full, rows=rows, plan=None)
     stored = replace(full, policy=replace(policy, storage=PLAIN))
     plan = plan_read(stored, full.entries.bounds, new=0, room=0, compress=True, final=True)

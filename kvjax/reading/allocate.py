@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from kvjax.attend import over_layers
-from kvjax.cache import UNLIMITED, Segments, Slots, empty_pool
+from kvjax.cache import UNLIMITED, Segments, Slots, empty_pool, rows_to_grow
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.heads import Heads
 from kvjax.models import AttentionLayer, Decoder
@@ -43,7 +43,7 @@ def allocated(
     policy, kept = cache.policy, cache.kept
     if not begins:
         kept = tuple(max(most or 0, now) for most, now in zip(kept, cache.entries.bounds, strict=True))
-    rows = pool_rows(policy, kept, cache.entries.heads[0].number, room)
+    rows = pool_rows(replace(cache, kept=kept), room)
     _check_fits(cache, rows)
     cache, beside = with_learned(params, cache, run=run)
     cache = allocate(params, cache, beside, rows=rows, room=room, run=run)
@@ -74,18 +74,20 @@ def shows_whole_segments(policy: Policy) -> bool:
     return policy.every is not None and not policy.piecewise
 
 
-def pool_rows(policy: Policy, kept: Sequence[int | None], kv_heads: int, room: int) -> int:
+def pool_rows(cache: KVCache, room: int) -> int:
     """Returns the rows of a lane of the pool: the budget, PAGE - 1 more per segment, and room where segments grow.
 
     Args:
-        kept: of the cache: the size of the prompts, for each layer.
+        cache: before the pool is made. `kept` is the size of the prompts, for each layer.
+        room: the number of tokens to come.
     """
-    budget: Any = policy.budget
-    layers, size = len(kept), max(most or 0 for most in kept)
+    budget: Any = cache.policy.budget
+    layers, size, kv_heads = len(cache.kept), max(most or 0 for most in cache.kept), cache.entries.heads[0].number
     heads = kv_heads // budget.layout.lanes(kv_heads)
-    means = [policy.slots(i, size, layers) for i in range(layers)]
-    growing = growing_segments(policy, layers, heads)
-    return budget.entries(means, size, heads) + layers * heads * (PAGE - 1) + room * growing
+    means = [cache.policy.slots(i, size, layers) for i in range(layers)]
+    growing = growing_segments(cache.policy, layers, heads)
+    more = rows_to_grow(room, cache.windows, heads, growing)
+    return budget.entries(means, size, heads) + layers * heads * (PAGE - 1) + more
 
 
 def growing_segments(policy: Policy, layers: int, heads: int) -> int:
@@ -120,7 +122,9 @@ def allocate(
     own = [(np.int32(i), layer.attention, behind) for i, layer in enumerate(params.layers)]
     scores = [run(compared, layer, *own[i], facts=facts[i], **fixed) for i, layer in enumerate(layers)]
     others = [None if held is None else Slots.only(positions=held.positions) for held in beside.entries]
-    counts, pool = run(divided, layers, scores, others, cache.length, **fixed, rows=rows, room=room)
+    counts, pool = run(
+        divided, layers, scores, others, cache.length, **fixed, windows=cache.windows, rows=rows, room=room
+    )
     for i, given in enumerate(zip(layers, scores, counts, beside.entries, strict=True)):
         pool = pool.with_layers(i, run(placed, pool.of_layers(i, 1), given, *own[i], facts=facts[i], **fixed))
     # Later turns compress segments to their own capacities.
@@ -157,7 +161,7 @@ def compared(
     return over_layers(mesh, change, [replace(facts, index=index, **attention.weights)], layer, **behind)
 
 
-@partial(jax.jit, static_argnames=("policy", "mesh", "rows", "room"))
+@partial(jax.jit, static_argnames=("policy", "mesh", "windows", "rows", "room"))
 def divided(
     layers: Sequence[Slots],
     scores: Sequence[Slots],
@@ -166,6 +170,7 @@ def divided(
     *,
     policy: Policy,
     mesh: Mesh | None,
+    windows: tuple[int | None, ...],
     rows: int,
     room: int,
 ) -> tuple[list[Slots], Segments]:
@@ -173,6 +178,8 @@ def divided(
 
     Args:
         others: the positions of what is cached beside them.
+        windows: the sliding window of each layer.
+        rows, room: as in `allocate`.
     """
     budget: Any = policy.budget
 
@@ -191,6 +198,7 @@ def divided(
             layers[0] if policy.every is not None else layers[0].without_state(),
             tuple(limits(policy, *pair, next_position) for pair in zip(layers, counts, strict=True)),
             tuple(used),
+            windows,
             lanes=lanes,
             rows=rows,
             room=room,

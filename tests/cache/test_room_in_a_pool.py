@@ -68,7 +68,8 @@ def drawn(grows: bool = False) -> tuple[Layers, Segments]:
     capacities = tuple(layer.capacity for layer in layers)
     rows = LAYERS * H // LANES * (SLOTS + PAGE - 1)
     growing = LAYERS * H // LANES // 2 * grows
-    pool = empty_pool(layers[0], capacities, tuple(sizes), lanes=LANES, rows=rows, room=0, growing=growing)
+    shape = {"lanes": LANES, "rows": rows, "room": 0, "growing": growing}
+    pool = empty_pool(layers[0], capacities, tuple(sizes), (None,) * LAYERS, **shape)
     for i, layer in enumerate(layers):
         pool = pool.with_layer(i, layer)
     return Layers(tuple(layers)), pool.within(SLOTS)
@@ -130,8 +131,9 @@ def test_it_makes_the_same_room(i: int, room: Lowest, piece: int | None, monkeyp
 def test_a_pool_that_grows_holds_the_same() -> None:
     """Heads that grow have two pages more, of empty rows; all others have the rows that they had."""
     layers, pool = drawn(grows=True)
-    after = jax.jit(Segments.grow, static_argnums=1)(pool, (PAGE + 1,))
-    assert after.positions.shape[2] == pool.positions.shape[2] + 2 * PAGE * pool.growing
+    rows = pool.positions.shape[2] + 2 * PAGE * pool.growing
+    after = jax.jit(Segments.grow, static_argnums=1)(pool, (2 * PAGE, rows))
+    assert after.positions.shape[2] == rows
     assert after.longest == pool.longest + 2 * PAGE
     assert jnp.sum(after.positions >= 0) == jnp.sum(pool.positions >= 0)
     for i in range(LAYERS):

@@ -25,13 +25,13 @@ from tests.cache.test_segments import (
     segments,
 )
 from tests.products import part
-from tests.tiny import full_logits, prefill, step
+from tests.tiny import full_logits, held, prefill, step
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "new"), part([(SNAPKV, 70), (MORPHKV, NEW)], [(MORPHKV, NEW)]))
 def test_turns(text, new):
-    """A question of several tokens gives what it gives in layers of slots."""
+    """A question of several tokens gives what it gives in layers of slots, and the same entries are held."""
     answers, model = [], params(WINDOWED)
     for policy in (policies.parse(text), on(Even(Fixed(24), 2), text)):
         options = {"max_new_tokens": new, "log_probs": True}  # one loop for all
@@ -42,6 +42,7 @@ def test_turns(text, new):
         answers.append(second)
     np.testing.assert_array_equal(answers[0].tokens, answers[1].tokens)
     np.testing.assert_allclose(answers[0].log_probs, answers[1].log_probs, atol=1e-5, rtol=0)
+    assert segments(answers[1].cache) == [held(answers[0].cache, row) for row in range(len(ROWS))]
 
 
 @pytest.mark.slow

@@ -233,21 +233,21 @@ def test_slots_of_the_chunks_of_a_prompt() -> None:
 
 
 def test_rows_of_a_pool() -> None:
-    """The head with the least room decides."""
+    """The head with the least room decides. The segments of a sliding-window layer grow to its window."""
     assert [whole_pages(rows) for rows in (0, 1, PAGE, PAGE + 1)] == [0, PAGE, PAGE, 2 * PAGE]
-    nothing: Any = None
-    pool = Segments(nothing, nothing, nothing, (nothing,) * 2, (), (), (), nothing, (), (), growing=2)
+    nothing, positions, start = None, np.zeros((2, 3, 48)), (np.zeros((2, 6)),) * 2
+    pool: Any = Segments(*(nothing,) * 2, positions, start, (), (), (), *(nothing,) * 3, growing=4)
     usage = Usage([9, 9], [40, 17])
     growth = [pool.growth(usage, (1, room), windows=(None, None)) for room in (16, 17, 18, 33, 34)]
-    assert growth == [None, None, (16,), (16,), (24,)]
+    assert growth == [None, None, (PAGE, 48 + 4 * PAGE), (PAGE, 48 + 4 * PAGE), (2 * PAGE, 48 + 4 * 2 * PAGE)]
+    assert pool.growth(usage, (1, 34), windows=(None, 8)) == (2 * PAGE, 48 + 2 * (2 + 1) * PAGE)
     assert pool.growth(Usage([9], [UNLIMITED]), (UNLIMITED,), windows=(None,)) is None
     after = pool.slots_after([9, 17], new=7, room=(0, 0), kept=(None, None), windows=(None, None))
     assert after == (whole_pages(24),) * 2
     assert pool.filling((), ()) == (True, True)
     assert replace(pool, growing=0).filling((), ()) == (False, False)
     assert replace(pool, growing=1).within(17).longest == whole_pages(24)
-    segments: Any = replace(pool, positions=np.zeros((2, 3, 40)), start=(np.zeros((2, 6)),) * 4)
-    assert segments.mean_slots == (5,)
+    assert pool.mean_slots == (3 * 48 / 12,)
 
 
 def test_plans_of_some_layers() -> None:
