@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax.attend import ReadPlan, positions_behind
-from kvjax.cache import UNLIMITED, Layers, Segments, Slots, Usage, bucket, room_for
+from kvjax.cache import UNLIMITED, Layers, Segments, Slots, Usage, bucket, room_for, rows_to_grow
 from kvjax.cache.paging import whole_pages
 from kvjax.kv_cache import KVCache
 from kvjax.pallas_kernels import PAGE
@@ -244,6 +244,7 @@ def test_rows_of_a_pool() -> None:
     assert pool.growth(Usage([9], [UNLIMITED]), (UNLIMITED,), windows=(None,)) is None
     after = pool.slots_after([9, 17], new=7, room=(0, 0), kept=(None, None), windows=(None, None))
     assert after == (whole_pages(24),) * 2
+    assert [rows_to_grow(64, (None, 16, 100), heads=2, growing=n) for n in (0, 3, 4, 6)] == [0, 192, 256, 288]
     assert pool.filling((), ()) == (True, True)
     assert replace(pool, growing=0).filling((), ()) == (False, False)
     assert replace(pool, growing=1).within(17).longest == whole_pages(24)
