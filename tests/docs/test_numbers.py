@@ -174,6 +174,18 @@ def test_gsm8k() -> None:
     assert len(rows) == len(results.cells)
 
 
+def test_competition_problems() -> None:
+    (results,) = read_results([REASONING / "competition"])
+    (cell,) = results.cells.values()
+    (rows,) = tables_below(DOCS / "results" / "reasoning.md", "MATH-500 and AIME24")
+    for name, solved, *others, _ in rows:
+        task = name.lower().replace("-", "")
+        scores = [line["scores"] for line in cell.lines if line["task"] == f"math/{task}"]
+        assert solved == scores_of(results, "full", [task])
+        assert others == [f"{100 * fmean(x[score] for x in scores):.0f}" for score in ("answered", "repetition")]
+    assert len(rows) == len(results.columns)
+
+
 def test_longgenbench() -> None:
     (results,) = read_results([REASONING / "longgenbench"])
     (rows,) = tables_below(DOCS / "results" / "reasoning.md", "LongGenBench")
