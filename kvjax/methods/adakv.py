@@ -104,10 +104,10 @@ class AdaptiveShares(AllocatedBudget):
         """The budget, if it is allocated itself."""
         return None if self.budget.layout is None else cast(AllocatedBudget, self.budget)
 
-    def entries(self, means: Sequence[int], prompt_size: int, heads: int) -> int:
+    def entries(self, means: Sequence[int], sizes: Sequence[int], heads: int) -> int:
         of_base = super().entries if self.allocated is None else self.allocated.entries
         rounded_up = heads // 2 if self.formula == "code" else 0
-        return of_base(means, prompt_size, heads) + rounded_up * len(means)
+        return of_base(means, sizes, heads) + rounded_up * len(means)
 
     def allocate(
         self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads

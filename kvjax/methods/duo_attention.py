@@ -67,9 +67,9 @@ class GatedShares(AllocatedBudget):
         expected = "gates that were trained on this model, see kvjax train-gates"
         check_shape("gates", self.full, layers, kv_heads, expected)
 
-    def entries(self, means: Sequence[int], prompt_size: int, heads: int) -> int:
+    def entries(self, means: Sequence[int], sizes: Sequence[int], heads: int) -> int:
         full = np.sum(self._by_group, axis=2)
-        lanes = prompt_size * full + np.array(means)[:, None] * (heads - full)
+        lanes = np.array(sizes)[:, None] * full + np.array(means)[:, None] * (heads - full)
         return int(max(np.sum(lanes, axis=0)))
 
     def allocate(

@@ -37,10 +37,10 @@ class DynamicShares(AllocatedBudget):
     """Divides L * b entries among the layers read so far in proportion to their best scores, every few layers.
 
     Of the scores of n layers' H heads the b * H * n largest are counted, cnt_i of them layer i's, and layer i is given
-    Z_i = b * L * cnt_i / sum(cnt), b being the budget without the protected entries. A layer retains the least that it
-    was ever given, and at most r_max * b, in each head (Algorithm 1). L * b is therefore an upper bound of what all
-    layers retain together, and a layer may retain nothing but its protected entries. A prompt within the budget is
-    retained in full.
+    Z_i = b * L * cnt_i / sum(cnt), b being the layers' mean budget without the protected entries. A layer retains the
+    least that it was ever given, and at most r_max * b, in each head (Algorithm 1). L * b is therefore an upper bound
+    of what all layers retain together, and a layer may retain nothing but its protected entries. A prompt within the
+    budget is retained in full.
 
     The scores of all layers are known at once here, so all updates are made at once, with the same result. On a mesh
     the scores of all heads are gathered once per prompt.
@@ -73,8 +73,9 @@ class DynamicShares(AllocatedBudget):
         most_protected = jnp.max(protected, axis=(0, 2))
         distant = jnp.where(jnp.isposinf(scores), -jnp.inf, scores)
         held = jnp.sum(distant > -jnp.inf, axis=-1)
+        fits = jnp.all(held <= (means - most_protected)[..., None], axis=(0, 2))
         longest = jnp.max(held, axis=(0, 2))
-        room = jnp.clip(means[0] - most_protected, 0, M)
+        room = jnp.clip(jnp.sum(means, axis=0) // L - most_protected, 0, M)
         floor = jnp.clip(least - most_protected, 0, room)  # each layer's first entries, for which none competes
         base = room - floor
         r_max = min(self.r_max, M)  # beyond that it limits nothing, and products would exceed 32 bits
@@ -87,7 +88,7 @@ class DynamicShares(AllocatedBudget):
             counts = top_counts(by_layer[:, :done], base * (H * done))
             given = _as_released(counts, base, cap, L, H) if self.code_rounding else _exactly(counts, L, H)
             retained = retained.at[:, :done].min(given)
-        retained = jnp.where((longest <= room)[:, None], M, floor[:, None] + retained)
+        retained = jnp.where(fits[:, None], M, floor[:, None] + retained)
         return protected + jnp.minimum(held, retained.T[..., None])
 
 

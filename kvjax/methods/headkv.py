@@ -74,15 +74,15 @@ class ImportanceShares(AllocatedBudget):
         groups = self.groups // heads.kv_devices()
         protected = jnp.sum(jnp.isposinf(scores), axis=-1)
         most_protected = jnp.max(protected, axis=(0, 2))
-        free = jnp.maximum(means[0] - most_protected, 0)
+        free = jnp.maximum(means - most_protected, 0)
         pool = share_of(1 / ratio_of(self.beta), free)
-        pool = jnp.minimum(pool, means[0] - jnp.maximum(least, most_protected))
+        pool = jnp.minimum(pool, means - jnp.maximum(least, most_protected))
         pool = jnp.maximum(pool, 0)
         shares = jnp.asarray(proportions(self.importance, self.groups), jnp.float32)[:, heads.kv_indices(H)]
-        given = apportioned(shares, pool, groups)
+        given = apportioned(shares, jnp.sum(pool, axis=0) * (H // groups), groups)
         held = jnp.sum(scores > -jnp.inf, axis=-1)
-        within = jnp.max(held, axis=(0, 2)) <= means[0]
-        counts = protected + (free - pool)[:, None] + given
+        within = jnp.all(held <= means[..., None], axis=(0, 2))
+        counts = protected + (free - pool)[..., None] + given
         return jnp.where(within[:, None], M, jnp.minimum(held, counts))
 
 

@@ -74,13 +74,14 @@ class HeadShares(AllocatedBudget):
         held = jnp.sum(scores > -jnp.inf, axis=-1)
         floor = jnp.minimum(held, jnp.maximum(jnp.sum(jnp.isposinf(scores), axis=-1), least))
         shares = jnp.asarray(proportions(self.shares, self.groups), jnp.float32)[:, heads.kv_indices(H)]
-        counts = jnp.clip(apportioned(shares, means[0], groups), floor, held)
-        within = jnp.max(held, axis=(0, 2)) <= means[0]
-        return jnp.where(within[:, None], M, _fitting(counts, floor, means[0], groups))
+        totals = jnp.sum(means, axis=0) * (H // groups)
+        counts = jnp.clip(apportioned(shares, totals, groups), floor, held)
+        within = jnp.all(held <= means[..., None], axis=(0, 2))
+        return jnp.where(within[:, None], M, _fitting(counts, floor, totals, groups))
 
 
 def _fitting(
-    counts: Int[Array, "L B H"], floor: Int[Array, "L B H"], means: Int[Array, "B"], groups: int
+    counts: Int[Array, "L B H"], floor: Int[Array, "L B H"], totals: Int[Array, "B"], groups: int
 ) -> Int[Array, "L B H"]:
     """Returns the counts, less what exceeds a group's total, in proportion to what each head has beyond its floor."""
     L, B, H = counts.shape
@@ -89,7 +90,7 @@ def _fitting(
         return jnp.moveaxis(x.reshape(L, B, groups, H // groups), 0, 2).reshape(B, groups, -1)
 
     given, beyond = by_group(counts), by_group(counts - floor)
-    over = jnp.maximum(jnp.sum(given, axis=-1, keepdims=True) - means[:, None, None] * given.shape[-1], 0)
+    over = jnp.maximum(jnp.sum(given, axis=-1, keepdims=True) - totals[:, None, None], 0)
     running = jnp.cumsum(beyond, axis=-1)
     taken = jnp.diff(scaled(over, running, running[..., -1:]), axis=-1, prepend=0)
     return jnp.moveaxis((given - taken).reshape(B, groups, L, -1), 2, 0).reshape(L, B, H)

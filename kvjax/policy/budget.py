@@ -95,8 +95,9 @@ class Budget(Part):
 class AllocatedBudget(Budget):
     """A budget that is allocated to layers and heads by their scores, to each prompt in its own way.
 
-    The total of a row is the sum of another budget, that of the mean kv head, over all layers and heads. All
-    layers of a prompt are read before anything is dropped. The cache is then a pool of segments, `Segments`.
+    The total of a row is the sum of another budget, that of the mean kv head, over all layers and heads. In a layer
+    with a sliding window the mean kv head has no more entries than the window. All layers of a prompt are read before
+    anything is dropped. The cache is then a pool of segments, `Segments`.
 
     Attributes:
         budget: entries of the mean kv head.
@@ -120,11 +121,12 @@ class AllocatedBudget(Budget):
         """Returns the entries of the mean kv head."""
         return self.budget.capacity(layer, prompt_lengths, layers)
 
-    def entries(self, means: Sequence[int], prompt_size: int, heads: int) -> int:
-        """Returns the most entries that a lane of `heads` heads retains of a prompt of up to `prompt_size` tokens.
+    def entries(self, means: Sequence[int], sizes: Sequence[int], heads: int) -> int:
+        """Returns the most entries that a lane of `heads` heads retains of a prompt.
 
         Args:
             means: the most entries of the mean head of each layer.
+            sizes: the most entries that a head of each layer has before it is compressed.
         """
         return heads * sum(means)
 

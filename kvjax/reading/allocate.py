@@ -84,10 +84,13 @@ def pool_rows(cache: KVCache, room: int) -> int:
     budget: Any = cache.policy.budget
     layers, size, kv_heads = len(cache.kept), max(most or 0 for most in cache.kept), cache.entries.heads[0].number
     heads = kv_heads // budget.layout.lanes(kv_heads)
-    means = [cache.policy.slots(i, size, layers) for i in range(layers)]
+    # Learned tokens are cached beside what the budget retains, also in a layer with a sliding window.
+    windows = [UNLIMITED if window is None else window + cache.policy.learned_count for window in cache.windows]
+    means = [min(cache.policy.slots(i, size, layers) or 0, window) for i, window in enumerate(windows)]
+    sizes = [min(size, window) for window in windows]
     growing = growing_segments(cache.policy, layers, heads)
     more = rows_to_grow(room, cache.windows, heads, growing)
-    return budget.entries(means, size, heads) + layers * heads * (PAGE - 1) + more
+    return budget.entries(means, sizes, heads) + layers * heads * (PAGE - 1) + more
 
 
 def growing_segments(policy: Policy, layers: int, heads: int) -> int:
@@ -189,7 +192,8 @@ def divided(
         layers, scores, others = given[0], [layer.per_slot for layer in given[1]], given[2]
         most = max(x.shape[-1] for x in scores)
         padded = [jnp.pad(x, [(0, 0), (0, 0), (0, most - x.shape[-1])], constant_values=-jnp.inf) for x in scores]
-        means = jnp.stack([layer.capacity[:, 0] for layer in layers])
+        most = jnp.array([UNLIMITED if window is None else window for window in windows])
+        means = jnp.minimum(jnp.stack([layer.capacity[:, 0] for layer in layers]), most[:, None])
         counts = list(budget.allocate(jnp.stack(padded), means, 0 if policy.every is None else policy.minimum, heads))
         lanes, growing = laid_out(policy, len(layers), layers[0].positions.shape[1], heads)
         each = zip(layers, counts, others, strict=True)

@@ -107,7 +107,7 @@ def test_rounded_up_in_every_head_there_is_room():
     scores[0, 0, 3, :9] = 2
     counts = allocate(budget, scores, np.array([[15]]), 0)[0, 0]
     assert counts.tolist() == [17, 17, 17, 10]
-    assert budget.entries([15], 40, heads=4) >= sum(counts.tolist()) == 61
+    assert budget.entries([15], [40], heads=4) >= sum(counts.tolist()) == 61
 
 
 @pytest.mark.parametrize(("held", "counts"), [(8, [8, 8]), (9, [8, 7])])

@@ -190,7 +190,8 @@ def test_shares_follow_the_variance(mean, least):
     lengths = np.array([300, 297])
     padded = np.where(np.arange(300) < lengths[:, None, None], scores, -np.inf)
     shares = VarianceShares(Fixed(mean))
-    assert shares.entries([mean] * 9, 300, heads=4) == 4 * (3 * 300 + 6 * mean)
+    assert shares.entries([mean] * 9, [300] * 9, heads=4) == 4 * (3 * 300 + 6 * mean)
+    assert shares.entries([mean] * 9, [7] + [300] * 8, heads=4) == 4 * (7 + 2 * 300 + 6 * mean)
     allocate = jax.jit(shares.allocate, static_argnums=(2, 3))
     counts = np.asarray(allocate(padded, np.full((9, 2), mean), least, ALL_HEADS))
     for b, length in enumerate(lengths):

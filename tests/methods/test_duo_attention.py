@@ -52,8 +52,9 @@ def test_layers_without_heads_or_with_unlike_numbers_of_them(full):
 def test_a_lane_has_room_for_the_group_with_the_most_full_heads():
     """Three full heads and one of 8 entries in the first halves of the layers, one and three in the second."""
     full = ((True, True, False, False), (False, True, False, True))
-    assert GatedShares(Fixed(8), full, groups=2).entries([8, 8], 30, heads=2) == 3 * 30 + 8
-    assert GatedShares(Fixed(8), full).entries([8, 8], 30, heads=4) == 4 * 30 + 4 * 8
+    assert GatedShares(Fixed(8), full, groups=2).entries([8, 8], [30, 30], heads=2) == 3 * 30 + 8
+    assert GatedShares(Fixed(8), full).entries([8, 8], [30, 30], heads=4) == 4 * 30 + 4 * 8
+    assert GatedShares(Fixed(8), full).entries([5, 8], [5, 30], heads=4) == 4 * 5 + 2 * 30 + 2 * 8
 
 
 def test_of_equal_gates_the_earlier_streams():

@@ -111,6 +111,17 @@ def test_shares_against_algorithm_1(interval, r_max, code_rounding, floor, seed)
         assert sum(expected) <= layers * mean[b]
 
 
+def test_a_layer_with_a_sliding_window_counts_its_window() -> None:
+    """Means of 9 and 30: what two layers hold stays if each mean has room; else they share twice 19, the mean."""
+    scores = np.random.default_rng(0).random((2, 1, 2, 40)).astype(np.float32)
+    scores[0, ..., :32] = -np.inf
+    for held, expected in ((30, [[8, 8], [30, 30]]), (40, None)):
+        own = np.where(np.arange(40) < 40 - held, -np.inf, scores)
+        counts = np.asarray(DynamicShares(Fixed(30)).allocate(own, jnp.array([[9], [30]]), 0, ALL_HEADS))[:, 0]
+        assert counts.tolist() == expected if expected else counts.sum() <= 2 * 2 * 19
+        assert counts.max() <= held
+
+
 def test_products_beyond_32_bits() -> None:
     """A prompt of a million tokens, budgets of thousands: counts times layers, and the released rounding's products."""
     counts = [700_001, 1_299_999, 400_000, 160_000]

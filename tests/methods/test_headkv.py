@@ -43,6 +43,15 @@ def test_budgets_of_heads(budget, beta, expected):
     assert counts.tolist() == expected
 
 
+def test_a_layer_with_a_sliding_window_adds_less_to_the_pool():
+    """Means of 8 and 24; 4 entries are protected. Of 4 and 20 others half are shared: 24, as 2.4, 12, 7.2 and 2.4."""
+    scores = np.ones((2, 1, 2, 48), np.float32)
+    scores[..., 36:40], scores[..., 40:], scores[0, ..., :32] = np.inf, -np.inf, -np.inf
+    shares = ImportanceShares(Fixed(24), IMPORTANCE, beta=2.0)
+    counts = np.asarray(shares.allocate(scores, jnp.array([[8], [24]]), 0, ALL_HEADS))[:, 0]
+    assert counts.tolist() == [[8, 8], [4 + 10 + 7, 4 + 10 + 2]]
+
+
 def test_a_head_that_evicts_has_room():
     """With everything shared, a head without importance keeps what a step needs."""
     scores = np.ones((1, 1, 2, 30), np.float32)

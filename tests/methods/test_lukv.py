@@ -27,10 +27,10 @@ ROWS = [np.random.default_rng(n).integers(0, tiny.VOCAB, n) for n in (40, 17, 3)
 
 
 def allocated(shares, mean, length=40, slots=48, protected=4, least=0):
-    """The counts [L, H] of a prompt of `length` tokens, the last ones protected."""
+    """The counts [L, H] of a prompt of `length` tokens, the last ones protected; `mean` may be one for each layer."""
     scores = np.ones((*np.shape(shares.shares)[:1], 1, np.shape(shares.shares)[1], slots), np.float32)
     scores[..., length - protected : length], scores[..., length:] = np.inf, -np.inf
-    means = jnp.full((len(scores), 1), mean)
+    means = jnp.broadcast_to(np.reshape(mean, (-1, 1)), (len(scores), 1))
     return np.asarray(shares.allocate(scores, means, least, ALL_HEADS))[:, 0].tolist()
 
 
@@ -50,6 +50,12 @@ def allocated(shares, mean, length=40, slots=48, protected=4, least=0):
 def test_budgets_of_heads(mean, curve, protected, least, expected):
     """Two layers of two heads, a prompt of 40 tokens in 48 slots."""
     assert allocated(HeadShares(Fixed(mean), curve), mean, protected=protected, least=least) == expected
+
+
+def test_totals_are_of_each_layers_mean():
+    """40 in the proportions 1 : 5 : 3 : 1, and 42 with the largest remainder rounded up."""
+    assert allocated(HeadShares(Fixed(12), CURVE), [8, 12], protected=1) == [[4, 20], [12, 4]]
+    assert allocated(HeadShares(Fixed(12), CURVE), [9, 12], protected=1) == [[4, 21], [13, 4]]
 
 
 def kvpress_counts(retained, length):

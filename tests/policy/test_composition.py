@@ -280,7 +280,7 @@ def counts_of(score, budgets, every) -> np.ndarray:
             assert got.sum() <= L * H * min(length, mean[row]) or isinstance(budget, GatedShares)
             lanes = budget.layout.lanes(H)
             most = got.reshape(L, lanes, -1).sum(axis=(0, 2)).max()
-            assert most <= budget.entries([int(mean[row])] * L, length, H // lanes), "the room of a lane"
+            assert most <= budget.entries([int(mean[row])] * L, [length] * L, H // lanes), "the room of a lane"
         within = (np.array(LENGTHS) <= mean)[None, :, None] & (counts <= SIZE)
         result[:, rows] = np.where(within, mean[None, :, None], counts)  # room that a short prompt leaves
     return result.reshape(L * ROWS, H).astype(np.int32)

@@ -143,25 +143,26 @@ def proportions(numbers: HeadNumbers, groups: int) -> Float[np.ndarray, "L H"]:
     return (own / np.mean(own, axis=(0, 2), keepdims=True)).reshape(len(numbers), -1)
 
 
-def apportioned(shares: Float[Array, "L H"], means: Int[Array, "B"], groups: int) -> Int[Array, "L B H"]:
-    """Divides the mean times L H heads of each group in proportion to the shares, rounded by largest remainders.
+def apportioned(shares: Float[Array, "L H"], totals: Int[Array, "B"], groups: int) -> Int[Array, "L B H"]:
+    """Divides each group's total among its heads of all layers in proportion to the shares, by largest remainders.
 
     Of equal remainders the earlier layer's and head's is rounded up. Nothing is summed but integers, so that groups on
     devices of their own give the same.
 
     Args:
         shares: of this device's kv heads, as `proportions` returns them.
-        means: entries of the mean head of each row.
+        totals: entries of all heads of a group, for each row.
         groups: the number of groups of consecutive kv heads on this device.
     """
     L, H = shares.shape
     own = jnp.moveaxis(shares.reshape(L, groups, H // groups), 1, 0).reshape(groups, -1)
-    wanted = own * means[:, None, None]
+    mean, rest = jnp.divmod(totals, own.shape[1])
+    wanted = own * (mean + rest / own.shape[1])[:, None, None]
     given = jnp.floor(wanted).astype(jnp.int32)
-    left = means[:, None] * own.shape[1] - jnp.sum(given, axis=-1)
+    left = totals[:, None] - jnp.sum(given, axis=-1)
     rank = jnp.argsort(jnp.argsort(given - wanted, axis=-1, stable=True), axis=-1)
     given += rank < left[..., None]
-    return jnp.moveaxis(given.reshape(len(means), groups, L, -1), 2, 0).reshape(L, len(means), H)
+    return jnp.moveaxis(given.reshape(len(totals), groups, L, -1), 2, 0).reshape(L, len(totals), H)
 
 
 def _by_group(numbers: HeadNumbers, groups: int) -> Float[np.ndarray, "L groups heads"]:

@@ -60,16 +60,16 @@ class VarianceShares(AllocatedBudget):
                 f"which leaves none to compress; expected fewer than {layers} together"
             )
 
-    def entries(self, means: Sequence[int], prompt_size: int, heads: int) -> int:
-        dense = self.dense_first + self.dense_last
-        return heads * (dense * prompt_size + sum(means[self.dense_first : len(means) - self.dense_last]))
+    def entries(self, means: Sequence[int], sizes: Sequence[int], heads: int) -> int:
+        layers = range(len(means))
+        return heads * sum(sizes[i] if self.layout.is_dense(i, len(means)) else means[i] for i in layers)
 
     def allocate(
         self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
     ) -> Int[Array, "L B H"]:
         L, B, H = scores.shape[:3]
         compressed = jnp.array([layer for layer in range(L) if not self.layout.is_dense(layer, L)])
-        mean = means[self.dense_first]  # of the first compressed layer, as of all others
+        means = means[compressed].T
         there = scores > -jnp.inf
         held = jnp.sum(there, axis=-1)
         average = jnp.sum(jnp.where(there, scores, 0.0), axis=-1) / jnp.maximum(held, 1)
@@ -78,13 +78,13 @@ class VarianceShares(AllocatedBudget):
         low, high = jnp.min(variance, axis=1, keepdims=True), jnp.max(variance, axis=1, keepdims=True)
         spread = jnp.where(high - low > EQUAL * high, (variance - low) / jnp.maximum(high - low, 1e-30), 0.0)
         x = jnp.mean(spread, axis=1)[:, compressed]
-        total = mean * x.shape[1]
-        lengths = jnp.max(held, axis=2).T
-        floor = jnp.minimum(jnp.maximum(least, (lengths + 99) // 100), mean[:, None])[:, compressed]
+        total = jnp.sum(means, axis=1)
+        lengths = jnp.max(held, axis=2)[compressed].T
+        floor = jnp.minimum(jnp.maximum(least, (lengths + 99) // 100), means)
         wanted = jax.nn.softmax(-x, axis=-1) * total[:, None]
-        counts = _apportion(jnp.clip(wanted, floor, jnp.maximum(lengths[:, compressed], floor)), total, floor)
-        fits = jnp.max(lengths, axis=1) <= mean
-        counts = jnp.where(fits[:, None], mean[:, None], counts)
+        counts = _apportion(jnp.clip(wanted, floor, jnp.maximum(lengths, floor)), total, floor)
+        fits = jnp.all(lengths <= means, axis=1)
+        counts = jnp.where(fits[:, None], means, counts)
         every_layer = jnp.full((L, B), UNLIMITED, jnp.int32).at[compressed].set(counts.T)
         return jnp.broadcast_to(every_layer[..., None], (L, B, H))
 
