@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -25,8 +28,11 @@ def pool_of(cache: KVCache) -> Segments:
     assert isinstance(pool, Segments)
     rows, heads = pool.start[0].shape
     shape = (len(pool), rows, pool.lanes, heads // pool.lanes)
-    starts, sizes = (np.moveaxis(np.stack(x).reshape(shape), 0, 2) for x in (pool.start, pool.size))
-    starts, sizes = (x.reshape(rows, pool.lanes, -1) for x in (starts, sizes))
+
+    def in_order(each: Sequence[Any]) -> np.ndarray:
+        return np.moveaxis(np.stack(each).reshape(shape), 0, 2).reshape(rows, pool.lanes, -1)
+
+    starts, sizes = in_order(pool.start), in_order(pool.size)
     ends = np.cumsum(sizes, axis=-1)
     np.testing.assert_array_equal(starts, ends - sizes)
     assert ends.max() <= pool.positions.shape[2]
