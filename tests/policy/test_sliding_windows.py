@@ -50,7 +50,7 @@ KINDS = (
 )
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.long(first=1)
 @pytest.mark.parametrize("spec", part(ALLOCATED, [spec for spec in ALLOCATED if spec.startswith(KINDS)]))
 def test_a_budget_counts_no_more_than_a_window(spec: str) -> None:
     """What a prompt retains is within the budget, of which every second layer has its window; a short one stays.
