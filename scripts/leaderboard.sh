@@ -15,11 +15,11 @@ statistics  the numbers that qfilter, expected_attention_stats and triattention 
 once        the presets that read the text once, 75 % removed                           9 to 35 for 190 answers, beside other work
 decoding    the presets that evict while decoding too                                   6 to 13 for 75 answers, beside other work
 gates       presets that read gates, which it trains on the model                       70 to train, beside other work
-twice       the presets that read it twice                                              6 to 11 for 10 answers of kvzip, beside other work
+twice       the presets that read it twice                                              6 to 11 for 10 answers of one method, beside other work
 costly      presets that take longer to compress it than the model takes to read it      not recorded
 composed    compositions of the best with other parts, 75 and 87.5 % removed            83 for 180 answers, beside other work
 shares      the papers' methods and the best, 25, 50 and 87.5 % removed                 not recorded
-seen        the same with the question seen, 75 and 87.5 % removed                      not recorded
+seen        the same with the question seen, 75 and 87.5 % removed                      7 for 275 answers
 smaller     the same with SmolLM2-135M-Instruct at 1,024 tokens                         100 for 1,800 answers, beside other work
 varied      a part of once, with a text of its own for each prompt                      4 to 7 for 100 answers
 page        runs/leaderboard/board.html, from the results that are there                not recorded

@@ -32,6 +32,8 @@ NAMES = {
     "tova, prompt only": "tova, kvpress",
     "pyramidkv, likewise": "pyramidkv, kvpress",
     "kvzip, which reads the text twice": "kvzip",
+    "kvcompose, which reads the text twice": "kvcompose",
+    "kvcompose:structured=False, likewise": "kvcompose, per head",
     "rkv:every=16": "rkv, every 16",
     "morphkv:window=32": "morphkv, window 32",
     "keydiff:sinks=4,recent=32,every=16": "keydiff, every 16",
