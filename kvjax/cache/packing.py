@@ -23,8 +23,7 @@ def planned_pool(layers: Sequence[Slots], *, lanes: int, rows: int, room: int, g
     The arguments are those of `empty_pool`. Sliding windows change no shape.
     """
     capacity, windows = tuple(layer.capacity for layer in layers), (None,) * len(layers)
-    shape = {"lanes": lanes, "rows": rows, "room": room, "growing": growing}
-    pool = empty_pool(layers[0], capacity, capacity, windows, **shape)
+    pool = empty_pool(layers[0], capacity, capacity, windows, lanes=lanes, rows=rows, room=room, growing=growing)
     return replace(
         pool, per_row=tuple(layer.per_row for layer in layers), merging=tuple(layer.merging for layer in layers)
     )
