@@ -68,12 +68,15 @@ def evicted(pool: Segments, i: int, incoming: Bool[Array, "B"], room: MakeRoom) 
     return pool.with_layer(i, entries), _first_empty(pool, i, entries, slots)
 
 
-def first_free(pool: Segments, i: int, window: int, room: MakeRoom) -> Int[Array, "B H"]:
+def first_free(pool: Segments, i: int, room: MakeRoom) -> Int[Array, "B H"]:
     """Returns the first row of each segment of layer i that is empty or holds an entry that no later query can see.
 
-    Of as many rows as the layer's sliding window has tokens, one is free when a token comes in.
+    Without a sliding window it is the row behind the used ones. Of as many rows as a window has tokens, one is free
+    when a token comes in.
     """
-    length = min(whole_pages(window), pool.positions.shape[2])
+    if room.window is None:
+        return pool.used[i]
+    length = min(whole_pages(room.window), pool.positions.shape[2])
     return _first_empty(pool, i, *_piece(pool, i, jnp.int32(0), length, room))
 
 

@@ -162,10 +162,7 @@ class Segments(Entries):
         return replace(self, per_slot=per_slot, per_row=_put(self.per_row, layer, entries.per_row))
 
     def make_room(self, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Segments, Int[Array, "B H"]]:
-        if room.count:
-            pool, slot = evicted(self, i, incoming, room)
-        else:
-            pool, slot = self, self.used[i] if room.window is None else first_free(self, i, room.window, room)
+        pool, slot = evicted(self, i, incoming, room) if room.count else (self, first_free(self, i, room))
         return pool, jnp.where(incoming[:, None], slot, pool.size[i])
 
     def write(

@@ -192,8 +192,8 @@ def divided(
         layers, scores, others = given[0], [layer.per_slot for layer in given[1]], given[2]
         most = max(x.shape[-1] for x in scores)
         padded = [jnp.pad(x, [(0, 0), (0, 0), (0, most - x.shape[-1])], constant_values=-jnp.inf) for x in scores]
-        most = jnp.array([UNLIMITED if window is None else window for window in windows])
-        means = jnp.minimum(jnp.stack([layer.capacity[:, 0] for layer in layers]), most[:, None])
+        bounds = jnp.array([UNLIMITED if window is None else window for window in windows])
+        means = jnp.minimum(jnp.stack([layer.capacity[:, 0] for layer in layers]), bounds[:, None])
         counts = list(budget.allocate(jnp.stack(padded), means, 0 if policy.every is None else policy.minimum, heads))
         lanes, growing = laid_out(policy, len(layers), layers[0].positions.shape[1], heads)
         each = zip(layers, counts, others, strict=True)
