@@ -228,13 +228,14 @@ def test_top_counts_against_a_sort():
 def test_bytes_follow_from_the_total(text, groups, windows):
     """Bytes are a closed form, whatever the prompt. With 1,024 slots per head, alignment adds at most 5 %.
 
-    A sliding-window layer has room for its window, others for the answer.
+    A sliding-window layer counts its window of the budget and has room for its window, others for the answer.
     """
     model, layers, policy = params(windows), len(windows), on(Even(Fixed(24), groups), text)
     cache = kvjax.generate(model, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True).cache
     room = sum(min(64, window or 64) for window in windows) if policy.every is None else 0
     lanes = HEADS if groups is None else groups
-    rows = math.ceil(HEADS // lanes * (layers * (24 + PAGE - 1) + room) / PAGE) * PAGE
+    kept = sum(min(24, window or 24) for window in windows)
+    rows = math.ceil(HEADS // lanes * (kept + layers * (PAGE - 1) + room) / PAGE) * PAGE
     numbers = 2 * 8 + 1  # keys, values, positions
     if policy.every is not None:
         numbers += 4 // policy.score.block
